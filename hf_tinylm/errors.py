@@ -1,0 +1,81 @@
+"""The errors that users meet, each with the exit code that a command ends with.
+
+    TinyLMError                   1
+    ├── ConfigError               2   a setting, a key, a path or a file that was given is wrong
+    │   ├── DataError             2   a source, a shard or a pack cannot be used
+    │   ├── TokenizerError        2   a tokenizer cannot be trained, loaded or used here
+    │   └── MissingExtraError     2   an optional engine is not installed
+    ├── ContractError             2   what is asked contradicts what a run folder records
+    ├── CheckpointError           1   a checkpoint is missing, damaged or does not fit
+    ├── TrainingError             1   the run itself failed (a loss that is not finite, a full disk)
+    ├── ExportError               1   a model cannot be written in the asked form
+    └── VerificationError         1   a written file does not do what its model does
+
+Every message is one line that says what was given, what was needed and what to type next.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+class TinyLMError(Exception):
+    """Base of every error that a user can cause or meet."""
+
+    exit_code = 1
+
+
+class ConfigError(TinyLMError, ValueError):
+    """A setting, key, path or file that was given is wrong."""
+
+    exit_code = 2
+
+
+class DataError(ConfigError):
+    """A source, shard or pack cannot be used."""
+
+
+class TokenizerError(ConfigError):
+    """A tokenizer cannot be trained, loaded or used here."""
+
+
+class MissingExtraError(ConfigError):
+    """An optional engine is needed and not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package {package}, which is not installed. Run: pip install 'hf-tinylm[{extra}]'")
+
+
+class ContractError(TinyLMError):
+    """What is asked contradicts what a run folder records."""
+
+    exit_code = 2
+
+
+class CheckpointError(TinyLMError):
+    """A checkpoint is missing, damaged or does not fit the run."""
+
+
+class TrainingError(TinyLMError):
+    """The run itself failed."""
+
+
+class ExportError(TinyLMError):
+    """A model cannot be written in the asked form."""
+
+
+class VerificationError(TinyLMError):
+    """A written file does not do what its model does."""
+
+
+def exit_with_error_line(command: Callable[[], int | None]) -> int:
+    """Run `command` and return its exit code; a `TinyLMError` becomes one line on stderr and its own code.
+
+    Any other exception is a fault of ours and keeps its traceback.
+    """
+    try:
+        return command() or 0
+    except TinyLMError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return error.exit_code
