@@ -7,10 +7,7 @@ name is accepted too: `--training.learning_rate 6e-4`). Unknown keys are errors 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import re
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +17,8 @@ from typing import Any, Literal
 import yaml
 
 from .errors import ConfigError
-from .files import bundled
-
-Number = float
+from .files import bundled, write_text
+from .values import PlainDumper, accepts, build, check_name, describe, parse_text, shown
 
 
 @dataclass
@@ -59,7 +55,10 @@ class TokenizerSection:
 
 @dataclass
 class SourceSection:
-    """One source of text. `path` is a file, a glob, a folder, `bundled:NAME`, or a `datasets` name with `config`/`split`."""
+    """One source of text.
+
+    `path` is a file, a glob, a folder, `bundled:NAME`, or a `datasets` name with `config` and `split`.
+    """
 
     name: str
     path: str
@@ -154,10 +153,6 @@ SECTION_OF_KEY: dict[str, str] = {
 }
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `6e-4` as text; this loader reads every usual spelling of a number as a number."""
-
-
 def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML config (a path, or the name of a bundled one) and apply `--key value` overrides.
 
@@ -167,14 +162,14 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     nested: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     if path is not None:
         for section, values in _read_yaml(find_config(path)).items():
-            _check_name(section, SECTIONS, f"section in {path}")
-            if not isinstance(values, Mapping):
-                raise ConfigError(f"{path}: section {section} is {values!r}; a mapping of keys is needed, such as {section}: {{...}}.")
-            nested[section].update(values)
+            check_name(section, SECTIONS, f"section in {path}")
+            if not isinstance(values, Mapping | None):
+                raise ConfigError(f"{path}: section {section} is {shown(values)}; keys are needed: {section}: {{...}}.")
+            nested[section].update(values or {})
     for key, value in parse_overrides(overrides).items():
         section, key = _home_of(key)
         nested[section][key] = value
-    config = RunConfig(**{s: _build(t, nested[s], s) for s, t in SECTIONS.items()})
+    config = RunConfig(**{s: build(t, nested[s], s) for s, t in SECTIONS.items()})
     check_config(config)
     return config
 
@@ -188,17 +183,21 @@ def find_config(path: str) -> Path:
     if Path(path).is_file():
         return Path(path)
     folder = bundled("recipes", "configs")
-    if (folder / f"{Path(path).stem}.yaml").is_file() and Path(path).parent == Path("."):
-        return folder / f"{Path(path).stem}.yaml"
+    named = folder / f"{path.removesuffix('.yaml')}.yaml"
+    if named.parent == folder and named.is_file():
+        return named
     names = ", ".join(sorted(f.stem for f in folder.glob("*.yaml")))
     raise ConfigError(f"Config {path} does not exist. Give a YAML file, or the name of a bundled config: {names}.")
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`["--learning_rate", "6e-4", "--bf16=false", "--qk_norm"]` as a mapping; a flag without a value is true.
+    """`["--learning_rate", "6e-4", "--bf16=false", "--qk_norm", "--gguf", "f32", "f16"]` as a mapping.
+
+    A key of text takes its value as typed; other values are read as YAML. Only a truth value may be left out (true),
+    and only a list takes several.
 
     Raises:
-        ConfigError: an argument that is neither a `--key` nor the value of one.
+        ConfigError: an unknown key, a value that is missing, or an argument that is neither a key nor a value.
     """
     values: dict[str, Any] = {}
     position = 0
@@ -206,25 +205,66 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         argument = arguments[position]
         position += 1
         if not argument.startswith("--"):
-            raise ConfigError(f"Unexpected argument {argument!r}; settings are given as --key value.")
-        key, equals, text = argument[2:].partition("=")
-        if not equals:
-            if position < len(arguments) and not arguments[position].startswith("--"):
-                text = arguments[position]
-                position += 1
-                if position < len(arguments) and not arguments[position].startswith("--"):  # a list: --gguf f32 f16
-                    items = [text]
-                    while position < len(arguments) and not arguments[position].startswith("--"):
-                        items.append(arguments[position])
-                        position += 1
-                    text = "[" + ", ".join(items) + "]"
-            else:
-                text = "true"
-        try:
-            values[key.replace("-", "_")] = yaml.load(text, Loader=_Loader)
-        except yaml.YAMLError:
-            values[key.replace("-", "_")] = text
+            raise ConfigError(f"Unexpected argument {shown(argument)}; settings are given as --key value.")
+        name, equals, text = argument[2:].partition("=")
+        given = [text] if equals else []
+        while not equals and position < len(arguments) and not arguments[position].startswith("--"):
+            given.append(arguments[position])
+            position += 1
+        section, key = _home_of(name.replace("-", "_"))
+        values[key] = _value_of_override(key, typing.get_type_hints(SECTIONS[section])[key], given)
     return values
+
+
+def _value_of_override(key: str, hint: Any, given: list[str]) -> Any:
+    if not given:
+        if accepts(hint, bool):
+            return True
+        raise ConfigError(f"--{key} needs a value after it: {describe(hint)}.")
+    if accepts(hint, list):
+        values = [_parse_override(key, text) for text in given]
+        return values[0] if len(values) == 1 and isinstance(values[0], list) else values
+    if len(given) > 1:
+        raise ConfigError(f"--{key} takes one value and got {len(given)}: {shown(' '.join(given))}. Put it in quotes.")
+    if accepts(hint, str):
+        return None if given[0] == "null" and accepts(hint, type(None)) else given[0]
+    return _parse_override(key, given[0])
+
+
+def _parse_override(key: str, text: str) -> Any:
+    try:
+        return parse_text(text)
+    except ConfigError as error:
+        raise ConfigError(f"--{key} {shown(text)} is {error}") from error
+
+
+# Bounds of single keys; what depends on other keys, data or devices is checked where those are known.
+_ABOVE_ZERO = {
+    "model": (
+        *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("intermediate_size", "max_position_embeddings", "rope_theta", "rms_norm_eps", "initializer_range"),
+        "pad_vocab_to_multiple_of",
+    ),
+    "tokenizer": ("vocab_size", "sample_bytes", "max_word_bytes", "min_frequency"),
+    "data": ("sequence_length", "shard_ids", "num_workers"),
+    "training": (
+        *("train_tokens", "global_batch_tokens", "per_device_train_batch_size", "per_device_eval_batch_size"),
+        *("learning_rate", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "save_minutes"),
+        "save_total_limit",
+    ),
+    "evaluation": ("eval_tokens",),
+}
+_RANGES = {
+    "attention_dropout": (0.0, 0.99),
+    "validation_fraction": (0.0, 0.5),
+    "min_lr_ratio": (0.0, 1.0),
+    "adam_beta1": (0.0, 0.999999),
+    "adam_beta2": (0.0, 0.999999),
+    "weight_decay": (0.0, math.inf),
+    "max_grad_norm": (0.0, math.inf),
+    "warmup_steps": (0, math.inf),
+    "seed": (0, 2**32 - 1),
+}
 
 
 def check_config(config: RunConfig) -> None:
@@ -233,60 +273,61 @@ def check_config(config: RunConfig) -> None:
     Raises:
         ConfigError: naming the key, its value and what is possible.
     """
-    model, data, training = config.model, config.data, config.training
-    positive = {
-        "model": ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "pad_vocab_to_multiple_of", "rope_theta", "rms_norm_eps"),
-        "tokenizer": ("vocab_size", "sample_bytes", "max_word_bytes", "min_frequency"),
-        "data": ("sequence_length", "shard_ids"),
-        "training": ("global_batch_tokens", "per_device_train_batch_size", "learning_rate", "logging_steps", "adam_epsilon"),
-        "evaluation": ("eval_tokens",),
-    }
-    optional = {
-        "model": ("num_key_value_heads", "head_dim", "max_position_embeddings"),
-        "data": ("num_workers",),
-        "training": ("per_device_eval_batch_size", "eval_steps", "save_steps", "save_minutes", "save_total_limit"),
-    }
-    for section, keys in positive.items():
-        for key in keys:
-            _require(getattr(getattr(config, section), key) > 0, config, section, key, "a number above 0")
-    for section, keys in optional.items():
-        for key in keys:
-            value = getattr(getattr(config, section), key)
-            _require(value is None or value > 0, config, section, key, "a number above 0, or null")
-    for section, key, low, high in (
-        ("data", "validation_fraction", 0.0, 0.5),
-        ("training", "min_lr_ratio", 0.0, 1.0),
-        ("model", "attention_dropout", 0.0, 0.999),
-        ("training", "adam_beta1", 0.0, 0.9999999),
-        ("training", "adam_beta2", 0.0, 0.9999999),
-        ("training", "weight_decay", 0.0, math.inf),
-        ("training", "max_grad_norm", 0.0, math.inf),
-        ("training", "warmup_steps", 0, math.inf),
-        ("training", "seed", 0, 2**32 - 1),
-    ):
-        _require(low <= getattr(getattr(config, section), key) <= high, config, section, key, f"{low} to {high}")
+    for key in (key for keys in _ABOVE_ZERO.values() for key in keys):
+        value = _value_of(config, key)
+        if isinstance(value, int | float) and value <= 0:
+            raise ConfigError(f"{key}={value} must be above 0.")
+    for key, (low, high) in _RANGES.items():
+        value = _value_of(config, key)
+        if not low <= value <= high:
+            raise ConfigError(f"{key}={value} must be {f'{low} to {high}' if high < math.inf else f'{low} or more'}.")
+    _check_heads(config.model)
+    _check_lengths(config)
+    names = [source.name for source in config.data.sources]
+    for source in config.data.sources:
+        if names.count(source.name) > 1:
+            raise ConfigError(f"Two sources are named {source.name!r}; give each source its own name.")
+        if source.max_documents is not None and source.max_documents <= 0:
+            raise ConfigError(
+                f"max_documents={source.max_documents} of source {source.name!r} must be above 0, or null."
+            )
+
+
+def _check_heads(model: ModelSection) -> None:
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads or model.num_attention_heads
     if heads % kv_heads:
-        raise ConfigError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}. Change one of them.")
+        raise ConfigError(
+            f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}. Change one of them."
+        )
     if model.head_dim is None and model.hidden_size % heads:
-        raise ConfigError(f"hidden_size={model.hidden_size} is not a multiple of num_attention_heads={heads}. Change one of them, or give head_dim.")
-    if (model.head_dim or model.hidden_size // heads) % 2:
-        raise ConfigError(f"head_dim={model.head_dim or model.hidden_size // heads} is odd; rotary positions need an even number.")
-    if training.train_tokens != "epoch" and training.train_tokens <= 0:
-        raise ConfigError(f"train_tokens={training.train_tokens} must be a number above 0, or epoch.")
-    if training.global_batch_tokens % data.sequence_length:
         raise ConfigError(
-            f"global_batch_tokens={training.global_batch_tokens:,} is not a multiple of sequence_length={data.sequence_length:,}. "
-            f"Use {nearest_multiple(training.global_batch_tokens, data.sequence_length):,}."
+            f"hidden_size={model.hidden_size} is not a multiple of num_attention_heads={heads}. "
+            "Change one of them, or give head_dim."
         )
-    if model.max_position_embeddings is not None and model.max_position_embeddings < data.sequence_length:
+    head_dim = model.head_dim or model.hidden_size // heads
+    if head_dim % 2:
         raise ConfigError(
-            f"max_position_embeddings={model.max_position_embeddings:,} is below sequence_length={data.sequence_length:,}. Raise it, or leave it out."
+            f"head_dim={head_dim} is odd; rotary positions need an even number. "
+            "Change hidden_size, num_attention_heads or head_dim."
         )
-    names = [source.name for source in data.sources]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"Two sources are named {name!r}; give each source its own name.")
+
+
+def _check_lengths(config: RunConfig) -> None:
+    batch, length = config.training.global_batch_tokens, config.data.sequence_length
+    positions = config.model.max_position_embeddings
+    if batch % length:
+        raise ConfigError(
+            f"global_batch_tokens={batch:,} is not a multiple of sequence_length={length:,}. "
+            f"Use {nearest_multiple(batch, length):,}."
+        )
+    if positions is not None and positions < length:
+        raise ConfigError(
+            f"max_position_embeddings={positions:,} is below sequence_length={length:,}. Raise it, or leave it out."
+        )
+
+
+def _value_of(config: RunConfig, key: str) -> Any:
+    return getattr(getattr(config, SECTION_OF_KEY[key]), key)
 
 
 def nearest_multiple(value: int, step: int) -> int:
@@ -296,14 +337,17 @@ def nearest_multiple(value: int, step: int) -> int:
 
 def save_config(config: RunConfig, path: Path) -> None:
     """Write a config as YAML that `load_config` reads back to the same values."""
-    path.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    text = yaml.dump(config.to_dict(), Dumper=PlainDumper, sort_keys=False, allow_unicode=True)
+    write_text(path, text)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        values = parse_text(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path} is {error}") from error
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} holds no sections; the sections are {', '.join(SECTIONS)}.")
     return dict(values)
@@ -312,86 +356,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _home_of(key: str) -> tuple[str, str]:
     section, dot, rest = key.partition(".")
     if dot:
-        _check_name(section, SECTIONS, "section")
-        _check_name(rest, {f.name for f in dataclasses.fields(SECTIONS[section])}, f"key in section {section}")
+        check_name(section, SECTIONS, "section")
+        check_name(rest, [f.name for f in dataclasses.fields(SECTIONS[section])], f"key in section {section}")
         return section, rest
-    _check_name(key, SECTION_OF_KEY, "key")
+    check_name(key, SECTION_OF_KEY, "key")
     return SECTION_OF_KEY[key], key
-
-
-def _check_name(name: str, known: Any, what: str) -> None:
-    if name in known:
-        return
-    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
-    raise ConfigError(f"Unknown {what}: {name}." + (f" Did you mean {near[0]}?" if near else f" Known: {', '.join(known)}."))
-
-
-def _build(section_type: type, values: Mapping[str, Any], where: str) -> Any:
-    hints = typing.get_type_hints(section_type)
-    fields = {f.name: f for f in dataclasses.fields(section_type)}
-    for key in values:
-        _check_name(key, fields, f"key in {where}")
-    for key, f in fields.items():
-        if key not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{where}: the key {key} is missing.")
-    return section_type(**{key: _convert(value, hints[key], f"{where}.{key}") for key, value in values.items()})
-
-
-def _convert(value: Any, hint: Any, where: str) -> Any:
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        for option in options:
-            try:
-                return _convert(value, option, where)
-            except ConfigError as failure:
-                if dataclasses.is_dataclass(option):
-                    raise failure
-        raise ConfigError(f"{where}={value!r} must be {_describe(hint)}.")
-    if hint is type(None) and value is None:
-        return None
-    if origin is Literal and value in options:
-        return value
-    if origin is list:
-        items = value if isinstance(value, list) else [value]
-        if value is None or isinstance(value, Mapping):
-            raise ConfigError(f"{where}={value!r} must be a list.")
-        return [_convert(item, options[0], f"{where}[{i}]") for i, item in enumerate(items)]
-    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return _build(typing.cast(type, hint), value, where)
-    if hint is bool and isinstance(value, bool):
-        return value
-    if hint is int and not isinstance(value, bool) and isinstance(value, int | float) and float(value).is_integer():
-        return int(value)
-    if hint is float and not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
-    if hint is str and isinstance(value, str | int | float) and not isinstance(value, bool):
-        return str(value)
-    raise ConfigError(f"{where}={value!r} must be {_describe(hint)}.")
-
-
-def _describe(hint: Any) -> str:
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(option) for option in options)
-    if origin is Literal:
-        return " or ".join(str(option) for option in options)
-    if origin is list:
-        return "a list"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}.get(hint, "a mapping of keys")
-
-
-def _require(condition: bool, config: RunConfig, section: str, key: str, needed: str) -> None:
-    if not condition:
-        raise ConfigError(f"{key}={getattr(getattr(config, section), key)} must be {needed}.")
-
-
-def _construct_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    return float(str(node.value).replace("_", ""))
-
-
-_Loader.add_implicit_resolver(
-    "tag:hf_tinylm,number",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$|^[-+]?\.\d[\d_]*[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
-_Loader.add_constructor("tag:hf_tinylm,number", _construct_number)

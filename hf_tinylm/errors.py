@@ -44,7 +44,9 @@ class MissingExtraError(ConfigError):
     """An optional engine is needed and not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package {package}, which is not installed. Run: pip install 'hf-tinylm[{extra}]'")
+        super().__init__(
+            f"{purpose} needs the package {package}, which is not installed. Run: pip install 'hf-tinylm[{extra}]'"
+        )
 
 
 class ContractError(TinyLMError):

@@ -41,8 +41,11 @@ def fsync_tree(folder: Path) -> None:
 
 @contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path; when the block ends well it is fsynced and renamed to `path`, else removed."""
-    target = Path(path)
+    """Yield a temporary path; when the block ends well it is fsynced and renamed to `path`, else removed.
+
+    A link is written through: the file it points at is replaced, the link stays.
+    """
+    target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_sibling(target)
     try:
@@ -58,27 +61,39 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 def atomic_folder(path: str | os.PathLike[str], replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder; when the block ends well it is fsynced and renamed to `path`, else removed.
 
+    A link is written through: the folder it points at is replaced, the link stays.
+
     Raises:
-        ConfigError: `path` exists, holds something, and `replace` is false.
+        ConfigError: `path` is a file, or it holds something and `replace` is false.
     """
-    target = Path(path)
-    refuse_folder_in_use(target) if not replace else None
+    target = Path(os.path.realpath(path))
+    if not replace or not target.is_dir():
+        refuse_folder_in_use(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_sibling(target)
     temporary.mkdir()
     try:
         yield temporary
         fsync_tree(temporary)
-        previous = None
-        if target.exists():
-            previous = temporary_sibling(target)
-            os.rename(target, previous)
-        os.rename(temporary, target)
-        fsync_path(target.parent)
-        if previous is not None:
-            shutil.rmtree(previous)
+        _swap_in(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _swap_in(folder: Path, target: Path) -> None:
+    """Rename `folder` to `target`; what was there is removed after, or put back if the rename fails."""
+    previous = temporary_sibling(target) if target.exists() else None
+    if previous is not None:
+        os.rename(target, previous)
+    try:
+        os.rename(folder, target)
+    except OSError:
+        if previous is not None:
+            os.rename(previous, target)
+        raise
+    fsync_path(target.parent)
+    if previous is not None:
+        shutil.rmtree(previous)
 
 
 def refuse_folder_in_use(folder: Path) -> None:
@@ -86,7 +101,9 @@ def refuse_folder_in_use(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file; a new or empty folder is needed. Give another output folder.")
     if folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} exists and is not empty; a new or empty folder is needed. Give another folder, or remove it.")
+        raise ConfigError(
+            f"{folder} exists and is not empty; a new or empty folder is needed. Give another folder, or remove it."
+        )
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -108,10 +125,10 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     """
     source = Path(path)
     if not source.is_file():
-        raise ConfigError(f"{source} does not exist.")
+        raise ConfigError(f"{source} does not exist; a JSON file was expected there. Check the path.")
     try:
         return json.loads(source.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number or a nesting beyond reason
         raise ConfigError(f"{source} is not valid JSON ({error}).") from error
 
 
@@ -137,4 +154,6 @@ def bundled(*parts: str) -> Path:
         candidate = root.joinpath(*parts)
         if candidate.exists():
             return candidate
-    raise ConfigError(f"{'/'.join(parts)} is not part of this installation. Reinstall: pip install --force-reinstall hf-tinylm")
+    raise ConfigError(
+        f"{'/'.join(parts)} is not part of this installation. Reinstall: pip install --force-reinstall hf-tinylm"
+    )

@@ -31,7 +31,7 @@ class ModelShape:
         """The shape of a configured model for a tokenizer of `vocab_size` tokens, rows padded as configured."""
         padding = model.pad_vocab_to_multiple_of
         return cls(
-            vocab_size=math.ceil(vocab_size / padding) * padding,
+            vocab_size=-(-vocab_size // padding) * padding,
             hidden_size=model.hidden_size,
             num_hidden_layers=model.num_hidden_layers,
             num_attention_heads=model.num_attention_heads,
@@ -106,7 +106,7 @@ class UpdatePlan:
     @property
     def updates(self) -> int:
         """Updates of the run; the last may be partial, so the budget is spent to the token."""
-        return math.ceil(self.train_tokens / self.global_batch_tokens)
+        return -(-self.train_tokens // self.global_batch_tokens)
 
     @property
     def last_update_tokens(self) -> int:
@@ -143,8 +143,13 @@ def plan_updates(
     """Cut a budget into updates, windows and micro-batches.
 
     Raises:
-        ConfigError: the batch is not a whole number of micro-steps.
+        ConfigError: there is no token to train on, or the batch is not a whole number of micro-steps.
     """
+    if train_tokens < 1:
+        raise ConfigError(
+            f"train_tokens={train_tokens:,} is nothing to train on; 1 or more are needed. "
+            "Give more text, or a shorter sequence_length."
+        )
     micro = per_device_train_batch_size * sequence_length * world_size
     if global_batch_tokens % micro:
         nearest = nearest_multiple(global_batch_tokens, micro)
@@ -156,10 +161,14 @@ def plan_updates(
     return UpdatePlan(train_tokens, global_batch_tokens, sequence_length, per_device_train_batch_size, world_size)
 
 
-def plan_of_config(training: TrainingSection, sequence_length: int, available_tokens: int, world_size: int = 1) -> UpdatePlan:
+def plan_of_config(
+    training: TrainingSection, sequence_length: int, available_tokens: int, world_size: int = 1
+) -> UpdatePlan:
     """The plan of a configured run; `train_tokens: epoch` means each of `available_tokens` once."""
     budget = available_tokens if training.train_tokens == "epoch" else training.train_tokens
-    return plan_updates(budget, training.global_batch_tokens, sequence_length, training.per_device_train_batch_size, world_size)
+    return plan_updates(
+        budget, training.global_batch_tokens, sequence_length, training.per_device_train_batch_size, world_size
+    )
 
 
 def uniform_loss(vocab_size: int) -> float:

@@ -1,0 +1,101 @@
+"""What a run is: `run.json`, and a readable answer to "is this the same run?"."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from .errors import ContractError
+from .files import read_json, write_json
+
+RUN_FILE = "run.json"
+DONE_FILE = "DONE.json"
+FORMAT_VERSION = 1
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
+
+
+def environment() -> dict[str, Any]:
+    """Python, package versions, machine, and the git commit of the working folder when it is a checkout."""
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    from . import __version__
+
+    return {
+        "hf_tinylm": __version__,
+        "python": platform.python_version(),
+        **versions,
+        "machine": f"{platform.system()} {platform.machine()}",
+        **_git_state(),
+    }
+
+
+def new_contract(
+    identity: dict[str, Any], execution: dict[str, Any], config: dict[str, Any] | None, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """The content of `run.json`.
+
+    Args:
+        identity: what must be equal for a resume to be the same run.
+        execution: what may change between invocations.
+        config: the resolved configuration that starts the run again.
+        facts: anything else worth keeping, such as data sources.
+    """
+    return {
+        "format_version": FORMAT_VERSION,
+        "identity": identity,
+        "execution": execution,
+        "config": config,
+        "facts": facts,
+        "environment": environment(),
+    }
+
+
+def write_contract(output_dir: Path, contract: dict[str, Any]) -> None:
+    """Write `run.json` atomically."""
+    write_json(output_dir / RUN_FILE, contract)
+
+
+def check_contract(output_dir: Path, contract: dict[str, Any]) -> list[str]:
+    """Compare with the recorded run; the differences in execution, which are allowed, as lines.
+
+    Raises:
+        ContractError: the folder records no run, a finished one, or one whose identity differs.
+    """
+    if (output_dir / DONE_FILE).is_file():
+        raise ContractError(f"{output_dir} holds a finished run (DONE.json). Start a new one in another output_dir.")
+    if not (output_dir / RUN_FILE).is_file():
+        raise ContractError(f"{output_dir} has no {RUN_FILE}, so there is no run to resume. Give a new output_dir to start one.")
+    recorded = read_json(output_dir / RUN_FILE)
+    differences = difference(recorded.get("identity", {}), contract["identity"])
+    if differences:
+        raise ContractError(
+            f"{output_dir} records another run; {'; '.join(differences)}. Use the recorded values, or another output_dir."
+        )
+    return difference(recorded.get("execution", {}), contract["execution"])
+
+
+def difference(old: Any, new: Any, where: str = "") -> list[str]:
+    """`["training.learning_rate: 0.0006 -> 0.001"]`: every leaf that differs, in the order of `old` then `new`."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = list(old) + [key for key in new if key not in old]
+        lines = []
+        for key in keys:
+            lines += difference(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
+        return lines
+    return [] if old == new else [f"{where}: {old!r} -> {new!r}"]
+
+
+def _git_state() -> dict[str, Any]:
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "HEAD")
+    if commit is None:
+        return {"git_commit": None, "git_dirty": None}
+    return {"git_commit": commit, "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}

@@ -1,0 +1,84 @@
+"""Open what a run trains on: a tokenizer and the shards that were written with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..config import RunConfig
+from ..errors import ConfigError, DataError, TokenizerError
+from ..tokenization.load import is_byte_level, load_tokenizer, token_byte_lengths, tokenizer_sha256
+from ..tokenization.load import backend_json
+from .shards import Shards, load_shards
+from .windows import TokenWindows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:
+    """The ids that model, generation and export must agree on. Nothing here uses a begin token."""
+    return {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """A tokenizer, the shards it wrote, and the windows that a run takes from them."""
+
+    tokenizer: PreTrainedTokenizerFast
+    shards: Shards
+    train: TokenWindows
+    validation: TokenWindows
+
+    @property
+    def token_bytes(self) -> np.ndarray | None:
+        """Bytes of each token, int64 (V,); None when the tokenizer is not byte-level."""
+        return token_byte_lengths(self.tokenizer) if is_byte_level(backend_json(self.tokenizer)) else None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Hashes that make two packs the same."""
+        return {"tokenizer_sha256": self.shards.tokenizer_sha256, "manifest_sha256": self.shards.manifest_sha256}
+
+
+def open_pack(config: RunConfig, verify: bool = True) -> Pack:
+    """Open the tokenizer and shards that a configuration names, and cut windows.
+
+    Args:
+        verify: read every shard byte and compare SHA-256.
+
+    Raises:
+        ConfigError: a path is missing from the configuration.
+        DataError: a shard is damaged, or holds no window of the asked length.
+        TokenizerError: the shards were written with another tokenizer.
+    """
+    if config.data.shards is None:
+        raise ConfigError("data.shards is missing. Give the folder that hf-tinylm prepare wrote: --shards DIR.")
+    if config.tokenizer.tokenizer_path is None:
+        raise ConfigError("tokenizer_path is missing. Give the folder of the tokenizer: --tokenizer_path DIR.")
+    tokenizer = load_tokenizer(config.tokenizer.tokenizer_path)
+    shards = load_shards(config.data.shards, verify=verify)
+    found = tokenizer_sha256(tokenizer)
+    if found != shards.tokenizer_sha256:
+        raise TokenizerError(
+            f"{config.data.shards} was written with the tokenizer {shards.tokenizer_sha256[:12]}..., but "
+            f"{config.tokenizer.tokenizer_path} is {found[:12]}.... Give the tokenizer of the shards, or write them "
+            "again: hf-tinylm prepare."
+        )
+    length, seed = config.data.sequence_length, config.training.seed
+    if not shards.validation:
+        raise DataError(
+            f"{config.data.shards} has no validation shards. Write it again with a validation_fraction above 0."
+        )
+    return Pack(
+        tokenizer,
+        shards,
+        TokenWindows(
+            [s.ids for s in shards.train], length, config.data.window_order, seed, [s.name for s in shards.train]
+        ),
+        TokenWindows(
+            [s.ids for s in shards.validation], length, "sequential", seed, [s.name for s in shards.validation]
+        ),
+    )

@@ -1,0 +1,116 @@
+"""Make or load the model of a run: always float32 weights, always every expected tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+from ..config import ModelSection
+from ..errors import CheckpointError, ConfigError
+from .configuration import TinyLMConfig, model_configuration
+from .model import TinyLMForCausalLM
+
+AutoConfig.register(TinyLMConfig.model_type, TinyLMConfig, exist_ok=True)
+AutoModelForCausalLM.register(TinyLMConfig, TinyLMForCausalLM, exist_ok=True)
+
+
+def new_model(model: ModelSection, vocab_size: int, sequence_length: int, seed: int, **token_ids: Any) -> TinyLMForCausalLM:
+    """A freshly initialised float32 model on the CPU; the weights depend on shape and seed alone."""
+    set_seed(seed)
+    config = model_configuration(model, vocab_size, sequence_length, **token_ids)
+    built = TinyLMForCausalLM._from_config(config, dtype=torch.float32)
+    built.set_attn_implementation(model.attn_implementation)
+    return built
+
+
+def meta_model(model: ModelSection, vocab_size: int, sequence_length: int) -> TinyLMForCausalLM:
+    """The same model without memory for weights, to count and to plan."""
+    with torch.device("meta"):
+        return TinyLMForCausalLM(model_configuration(model, vocab_size, sequence_length))
+
+
+def load_model(folder: Path, attn_implementation: str = "sdpa") -> TinyLMForCausalLM:
+    """A `TinyLMForCausalLM` from a checkpoint of ours or from a stock `llama`/`qwen3` folder, in float32.
+
+    Raises:
+        ConfigError: the folder is no model, or a model whose shape this package does not have.
+        CheckpointError: a tensor is missing, unknown, or of another shape.
+    """
+    config = read_configuration(folder)
+    model = TinyLMForCausalLM._from_config(config, dtype=torch.float32)
+    model.set_attn_implementation(attn_implementation)
+    load_weights(model, weight_files(folder))
+    return model.eval()
+
+
+def read_configuration(folder: Path) -> TinyLMConfig:
+    """The `TinyLMConfig` of a model folder, ours or stock."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is not a model folder: it has no config.json.")
+    config = AutoConfig.from_pretrained(folder)
+    if isinstance(config, TinyLMConfig):
+        return config
+    if config.model_type not in ("llama", "qwen3"):
+        raise ConfigError(f"{folder} holds a {config.model_type} model; llama, qwen3 or tinylm is needed.")
+    values = config.to_dict()
+    unsupported = [k for k in ("attention_bias", "mlp_bias", "use_sliding_window") if values.get(k)]
+    rope = values.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        unsupported.append(f"rope_type {rope['rope_type']}")
+    if values.get("hidden_act", "silu") != "silu":
+        unsupported.append(f"hidden_act {values['hidden_act']}")
+    if unsupported:
+        raise ConfigError(f"{folder} uses {', '.join(unsupported)}, which this package's model does not have.")
+    known = set(TinyLMConfig().to_dict()) - {"model_type", "architectures", "transformers_version", "dtype"}
+    return TinyLMConfig(qk_norm=config.model_type == "qwen3", **{k: v for k, v in values.items() if k in known - {"qk_norm"}})
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, single or sharded.
+
+    Raises:
+        CheckpointError: there are none, or a shard is missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        import json
+
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    for name in names:
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} does not exist; the model's weights are incomplete.")
+    return [folder / name for name in names]
+
+
+def load_weights(model: TinyLMForCausalLM, files: list[Path]) -> None:
+    """Copy tensors into `model`; every expected tensor must be there once, and nothing else.
+
+    Raises:
+        CheckpointError: naming the first tensor that is missing, unknown or of another shape.
+    """
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            state.update(load_file(file))
+        except Exception as error:  # safetensors raises its own class for a truncated or foreign file
+            raise CheckpointError(f"{file} cannot be read as safetensors ({error}).") from error
+    expected = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        expected.pop("lm_head.weight")
+        state.pop("lm_head.weight", None)
+    for name in sorted(set(expected) ^ set(state)):
+        kind = "is missing from" if name in expected else "is not expected in"
+        raise CheckpointError(f"Tensor {name} {kind} {files[0].parent}.")
+    for name, tensor in state.items():
+        if tensor.shape != expected[name].shape:
+            raise CheckpointError(
+                f"Tensor {name} of {files[0].parent} has shape {tuple(tensor.shape)}; the model needs {tuple(expected[name].shape)}."
+            )
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()

@@ -1,0 +1,154 @@
+"""Load, save and identify tokenizers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import TokenizerError
+from ..files import atomic_folder, read_json, sha256_of_json, write_json
+from .special import byte_of_character
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in a local folder, or of a model on the Hub.
+
+    Raises:
+        TokenizerError: there is none, or it is not one of the `tokenizers` library.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+        raise TokenizerError(f"{folder} holds no tokenizer.json. Train a tokenizer: hf-tinylm tokenizer train.")
+    if not folder.is_dir() and (folder.is_absolute() or len(folder.parts) > 2 or str(path).startswith(".")):
+        raise TokenizerError(f"the tokenizer folder {folder} does not exist. Train one: hf-tinylm tokenizer train.")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise TokenizerError(
+            f"no tokenizer could be loaded from {path}: it is not a local folder, and the Hub gave: {reason} "
+            f"Give a folder with tokenizer.json, or train one: hf-tinylm tokenizer train."
+            if not folder.is_dir()
+            else f"the tokenizer in {path} could not be loaded: {reason}"
+        ) from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise TokenizerError(
+            f"the tokenizer {path} ({type(tokenizer).__name__}) has no tokenizer.json; one of the tokenizers library "
+            f"is needed."
+        )
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path, replace: bool = False) -> None:
+    """Write a tokenizer to a new folder, which appears whole or not at all.
+
+    Raises:
+        ConfigError: the folder is in use and `replace` is false.
+    """
+    with atomic_folder(folder, replace=replace) as temporary:
+        write_tokenizer_files(tokenizer, temporary)
+
+
+def write_tokenizer_files(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
+    """Write a tokenizer's files into an existing folder, such as that of a model being exported.
+
+    The class is written as `PreTrainedTokenizerFast`: transformers 5 itself writes "TokenizersBackend", which
+    transformers 4, MLX and older converters cannot open.
+    """
+    tokenizer.save_pretrained(str(folder))
+    config_path = Path(folder) / "tokenizer_config.json"
+    config = read_json(config_path)
+    config.pop("backend", None)
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    write_json(config_path, config)
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Hexadecimal SHA-256 of all that decides ids: vocabulary, merges, split and special tokens.
+
+    Files that spell the same tokenizer differently (older merge format, other defaults written out) hash the same.
+    """
+    backend = backend_json(tokenizer)
+    model = backend["model"]
+    merges = [merge if isinstance(merge, list) else merge.split(" ") for merge in model.get("merges", [])]
+    options = {key: value for key, value in model.items() if key not in ("vocab", "merges") and value}
+    specials = [[token["id"], token["content"], token["special"]] for token in backend["added_tokens"]]
+    return sha256_of_json(
+        {
+            "vocabulary": model["vocab"],
+            "merges": merges,
+            "model": options,
+            "split": {"normalizer": backend.get("normalizer"), "steps": split_steps(backend)},
+            "specials": sorted(specials),
+        }
+    )
+
+
+def backend_json(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """The content of the tokenizer's tokenizer.json."""
+    return dict(json.loads(tokenizer.backend_tokenizer.to_str()))
+
+
+def split_steps(backend: dict[str, Any]) -> list[dict[str, Any]]:
+    """Pre-tokenizer steps of a tokenizer.json, without keys that do not change ids (offsets)."""
+    step = backend.get("pre_tokenizer")
+    steps = step["pretokenizers"] if step and step["type"] == "Sequence" else [step] if step else []
+    return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
+
+
+def is_byte_level(backend: dict[str, Any]) -> bool:
+    """Whether the tokens of a tokenizer.json are spelled in the 256 characters that stand for bytes."""
+    byte_level = any(step["type"] == "ByteLevel" for step in split_steps(backend))
+    return backend["model"]["type"] == "BPE" and byte_level and not backend["model"].get("byte_fallback")
+
+
+def special_ids(backend: dict[str, Any]) -> set[int]:
+    """Ids of the tokens marked special in a tokenizer.json."""
+    return {token["id"] for token in backend["added_tokens"] if token["special"]}
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Rows that an embedding needs: the highest id and one. `len(tokenizer)` is less when ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerFast) -> dict[int, bytes]:
+    """Bytes that each ordinary token stands for, by id; special tokens are not in it.
+
+    Raises:
+        TokenizerError: the tokenizer is not byte-level, so its tokens are not byte strings.
+    """
+    backend = backend_json(tokenizer)
+    if not is_byte_level(backend):
+        raise TokenizerError(
+            f"the tokenizer {tokenizer.name_or_path or ''} is not a byte-level BPE, so the bytes of its tokens are "
+            f"unknown. Use a byte-level tokenizer, such as one from hf-tinylm tokenizer train."
+        )
+    byte_of, special = byte_of_character(), special_ids(backend)
+    added = {token["id"]: token["content"] for token in backend["added_tokens"]}
+    spelled: dict[int, bytes] = {}
+    for token, id_ in tokenizer.get_vocab().items():
+        if id_ in special:
+            continue
+        spelled[id_] = token.encode() if id_ in added else bytes(byte_of[character] for character in token)
+    return spelled
+
+
+def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    """Bytes of UTF-8 text that each token stands for, int64 (vocab,); special tokens have none.
+
+    Raises:
+        TokenizerError: the tokenizer is not byte-level.
+    """
+    lengths = np.zeros(vocabulary_size(tokenizer), dtype=np.int64)
+    for id_, spelled in token_bytes(tokenizer).items():
+        lengths[id_] = len(spelled)
+    return lengths

@@ -1,0 +1,178 @@
+"""`LMTrainingArguments`: Hugging Face's `TrainingArguments` with a token budget, and a stand on every field of it.
+
+A field is honoured by `LMTrainer` or refused when set. There is no third way: a setting that silently does nothing
+makes a broken run look like a result. A test fails when a new transformers release adds a field with no stand here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import TrainingArguments
+
+from ..config import RunConfig
+from ..errors import ConfigError
+
+HONOURED = frozenset(
+    """
+    output_dir per_device_train_batch_size per_device_eval_batch_size learning_rate warmup_steps weight_decay adam_beta1
+    adam_beta2 adam_epsilon max_grad_norm bf16 tf32 torch_compile torch_compile_backend torch_compile_mode
+    activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
+    use_cache logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica
+    disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy
+    eval_steps eval_delay eval_on_start save_strategy save_steps save_total_limit push_to_hub hub_token
+    hub_private_repo hub_model_id hub_revision metric_for_best_model greater_is_better full_determinism seed use_cpu
+    ddp_bucket_cap_mb ddp_static_graph ddp_backend ddp_timeout debug do_train do_eval do_predict resume_from_checkpoint
+    local_rank
+    """.split()
+)
+
+REFUSED: dict[str, str] = {
+    "num_train_epochs": "give train_tokens (or train_tokens: epoch)",
+    "max_steps": "give train_tokens; the updates follow from it and global_batch_tokens",
+    "gradient_accumulation_steps": "it follows from global_batch_tokens and per_device_train_batch_size",
+    "average_tokens_across_devices": "the loss is always divided by the targets of all processes",
+    "lr_scheduler_type": "the schedule is warmup and cosine with min_lr_ratio",
+    "lr_scheduler_kwargs": "the schedule is warmup and cosine with min_lr_ratio",
+    "optim": "the optimizer is AdamW (fused where the device has it)",
+    "optim_args": "the optimizer is AdamW (fused where the device has it)",
+    "optim_target_modules": "the optimizer is AdamW over all weights",
+    "label_smoothing_factor": "the loss is plain cross-entropy",
+    "fp16": "use bf16, or float32",
+    "fp16_full_eval": "evaluation uses the precision of training",
+    "bf16_full_eval": "evaluation uses the precision of training",
+    "use_liger_kernel": "the model is not patched",
+    "liger_kernel_config": "the model is not patched",
+    "neftune_noise_alpha": "embeddings are not disturbed",
+    "torch_empty_cache_steps": "the cache is left to torch",
+    "auto_find_batch_size": "a batch that changes by itself cannot be accounted for",
+    "logging_nan_inf_filter": "a loss that is not finite stops the run and is never hidden",
+    "include_num_input_tokens_seen": "supervised_tokens is always reported",
+    "prediction_loss_only": "evaluation never keeps logits",
+    "eval_do_concat_batches": "evaluation never keeps logits",
+    "eval_use_gather_object": "evaluation never keeps logits",
+    "eval_accumulation_steps": "evaluation never keeps logits",
+    "include_for_metrics": "evaluation never keeps logits",
+    "batch_eval_metrics": "evaluation never keeps logits",
+    "save_only_model": "a checkpoint without its optimizer cannot be resumed exactly",
+    "save_on_each_node": "the main process writes the checkpoint",
+    "enable_jit_checkpoint": "saves are made at update borders",
+    "hub_strategy": "the final folder is pushed once, after the last update",
+    "hub_always_push": "the final folder is pushed once, after the last update",
+    "load_best_model_at_end": "the run ends with its last weights",
+    "ignore_data_skip": "the window order is a function of seed and position, so nothing is skipped or replayed",
+    "restore_callback_states_from_checkpoint": "callback states are always restored",
+    "data_seed": "one seed decides weights and window order",
+    "accelerator_config": "batches are cut by this trainer",
+    "parallelism_config": "this trainer runs one process or DistributedDataParallel",
+    "dataloader_drop_last": "every window counts",
+    "dataloader_num_workers": "windows are read from memory-mapped shards",
+    "dataloader_pin_memory": "windows are read from memory-mapped shards",
+    "dataloader_persistent_workers": "windows are read from memory-mapped shards",
+    "dataloader_prefetch_factor": "windows are read from memory-mapped shards",
+    "dataloader_multiprocessing_context": "windows are read from memory-mapped shards",
+    "dataloader_in_order": "windows are read from memory-mapped shards",
+    "remove_unused_columns": "windows have no other columns",
+    "label_names": "targets are shift_labels",
+    "train_sampling_strategy": "the window order is data.window_order",
+    "length_column_name": "every window has the same length",
+    "ddp_find_unused_parameters": "every parameter receives a gradient",
+    "ddp_broadcast_buffers": "the model has no buffer that changes",
+    "fsdp": "this trainer runs one process or DistributedDataParallel",
+    "fsdp_config": "this trainer runs one process or DistributedDataParallel",
+    "deepspeed": "this trainer runs one process or DistributedDataParallel",
+    "skip_memory_metrics": "memory is not traced",
+}
+
+
+@dataclass
+class LMTrainingArguments(TrainingArguments):
+    """Arguments of `LMTrainer`. `global_batch_tokens` and `train_tokens` count supervised targets over all processes.
+
+    Raises:
+        ConfigError: a `TrainingArguments` field that `LMTrainer` does not honour was set.
+    """
+
+    global_batch_tokens: int = 524_288
+    train_tokens: int | Literal["epoch"] = "epoch"
+    min_lr_ratio: float = 0.1
+    save_minutes: float | None = None
+    eval_tokens: int = 1_048_576
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(TrainingArguments):
+            if field.name in REFUSED and getattr(self, field.name) != _default(field):
+                raise ConfigError(
+                    f"{field.name}={getattr(self, field.name)!r} is not supported by LMTrainer: {REFUSED[field.name]}. Leave it out."
+                )
+        compiled, self.torch_compile = self.torch_compile, False  # LMTrainer compiles; Accelerate would rename weights
+        if not self.use_cpu and not accelerator_present():
+            self.use_cpu = True
+        super().__post_init__()
+        self.torch_compile = compiled
+
+
+def accelerator_present() -> bool:
+    """Whether a GPU, TPU or other accelerator would be used."""
+    return torch.accelerator.is_available() or "PJRT_DEVICE" in os.environ
+
+
+def multiplies_bf16(use_cpu: bool) -> bool:
+    """Whether the device multiplies bfloat16 matrices faster than float32 ones."""
+    if accelerator_present() and not use_cpu:
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    flags = torch.backends.cpu.get_cpu_capability()
+    return "AVX512" in flags and bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def training_arguments(config: RunConfig) -> LMTrainingArguments:
+    """Arguments in which every value is resolved: nothing is left for the Trainer to guess."""
+    training = config.training
+    if training.output_dir is None:
+        raise ConfigError("output_dir is missing. Give a new folder for the run: --output_dir runs/NAME.")
+    use_cpu = training.use_cpu or not accelerator_present()
+    bf16 = multiplies_bf16(use_cpu) if training.bf16 == "auto" else training.bf16
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "no"  # the config decides, not the launcher
+    values: dict[str, Any] = {
+        "output_dir": training.output_dir,
+        "train_tokens": training.train_tokens,
+        "global_batch_tokens": training.global_batch_tokens,
+        "per_device_train_batch_size": training.per_device_train_batch_size,
+        "per_device_eval_batch_size": training.per_device_eval_batch_size or training.per_device_train_batch_size,
+        "learning_rate": training.learning_rate,
+        "min_lr_ratio": training.min_lr_ratio,
+        "warmup_steps": training.warmup_steps,
+        "weight_decay": training.weight_decay,
+        "adam_beta1": training.adam_beta1,
+        "adam_beta2": training.adam_beta2,
+        "adam_epsilon": training.adam_epsilon,
+        "max_grad_norm": training.max_grad_norm,
+        "bf16": bf16,
+        "torch_compile": training.torch_compile,
+        "use_cpu": use_cpu,
+        "logging_steps": training.logging_steps,
+        "eval_strategy": "steps" if training.eval_steps else "no",
+        "eval_steps": training.eval_steps,
+        "eval_tokens": config.evaluation.eval_tokens,
+        "save_strategy": "steps" if training.save_steps else "no",
+        "save_steps": training.save_steps or 500,
+        "save_minutes": training.save_minutes,
+        "save_total_limit": training.save_total_limit,
+        "report_to": training.report_to or "none",
+        "run_name": training.run_name,
+        "seed": training.seed,
+    }
+    if training.gradient_checkpointing:
+        names = {field.name for field in dataclasses.fields(TrainingArguments)}
+        values["activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"] = True
+    return LMTrainingArguments(**values)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else None

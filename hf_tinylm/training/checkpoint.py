@@ -1,0 +1,152 @@
+"""Checkpoints that are whole or absent: safetensors and JSON, one manifest of SHA-256, one rename.
+
+    checkpoint-00000500/  config.json  model.safetensors  optimizer.safetensors  trainer_state.json
+                          rng-00000.safetensors (one per process)  manifest.json (written last)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from ..errors import CheckpointError
+from ..files import TEMPORARY_PREFIX, atomic_folder, read_json, sha256_of_file, write_json
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"^checkpoint-(\d+)$")
+
+
+@dataclass
+class Snapshot:
+    """Everything that a resume needs, on the host. `random_states` has one entry per process, in rank order."""
+
+    step: int
+    config: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    random_states: list[dict[str, torch.Tensor]]
+    trainer_state: dict[str, Any]
+
+
+def checkpoint_folder(output_dir: Path, step: int) -> Path:
+    """`OUT/checkpoint-00000500`."""
+    return output_dir / f"checkpoint-{step:08d}"
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Checkpoint folders of a run by their integer step, oldest first."""
+    if not output_dir.is_dir():
+        return []
+    found = [(int(m.group(1)), p) for p in output_dir.iterdir() if p.is_dir() and (m := _NAME.match(p.name))]
+    return [path for _, path in sorted(found)]
+
+
+def write_checkpoint(output_dir: Path, snapshot: Snapshot) -> Path:
+    """Write a checkpoint under a temporary name, force it to disk, and rename it into place.
+
+    A checkpoint of the same step is replaced. On any failure the temporary folder is removed and older checkpoints
+    are as they were.
+    """
+    target = checkpoint_folder(output_dir, snapshot.step)
+    with atomic_folder(target, replace=True) as folder:
+        (folder / "config.json").write_text(json.dumps(snapshot.config, indent=2) + "\n", encoding="utf-8")
+        save_file(snapshot.weights, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(snapshot.optimizer, folder / "optimizer.safetensors")
+        for rank, state in enumerate(snapshot.random_states):
+            save_file(state, folder / f"rng-{rank:05d}.safetensors")
+        write_json(folder / "trainer_state.json", snapshot.trainer_state)
+        files = {
+            path.name: {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
+            for path in sorted(folder.iterdir())
+        }
+        write_json(folder / MANIFEST, {"step": snapshot.step, "files": files})
+    return target
+
+
+def checkpoint_fault(folder: Path) -> str | None:
+    """Why `folder` is not a whole checkpoint, or None when every file has the manifest's size and SHA-256."""
+    if not folder.is_dir():
+        return "it does not exist"
+    if not (folder / MANIFEST).is_file():
+        return f"it has no {MANIFEST}, so its saving was not finished"
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        expected = {str(name): (int(facts["bytes"]), str(facts["sha256"])) for name, facts in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its {MANIFEST} is damaged ({error})"
+    for name, (size, digest) in expected.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
+        if sha256_of_file(path) != digest:
+            return f"the SHA-256 of {name} differs from the manifest"
+    for needed in ("config.json", "model.safetensors", "optimizer.safetensors", "trainer_state.json"):
+        if needed not in expected:
+            return f"{needed} is not in its manifest"
+    return None
+
+
+def select_checkpoint(output_dir: Path, asked: str) -> tuple[Path | None, list[str]]:
+    """The checkpoint to resume from, and a line on each that was passed over.
+
+    Args:
+        asked: `auto` (the newest whole one, or None when there is none) or a checkpoint folder.
+
+    Raises:
+        CheckpointError: a folder was named and is not a whole checkpoint.
+    """
+    if asked != "auto":
+        fault = checkpoint_fault(Path(asked))
+        if fault:
+            raise CheckpointError(
+                f"{asked} cannot be resumed from: {fault}. Name another checkpoint, or use resume_from_checkpoint: auto."
+            )
+        return Path(asked), []
+    passed_over = []
+    for folder in reversed(list_checkpoints(output_dir)):
+        fault = checkpoint_fault(folder)
+        if fault is None:
+            return folder, passed_over
+        passed_over.append(f"{folder.name} was passed over: {fault}")
+    return None, passed_over
+
+
+def read_checkpoint(folder: Path) -> Snapshot:
+    """Load a checkpoint that `checkpoint_fault` found whole.
+
+    Raises:
+        CheckpointError: a file cannot be read after all.
+    """
+    try:
+        state = read_json(folder / "trainer_state.json")
+        return Snapshot(
+            step=int(state["step"]),
+            config=read_json(folder / "config.json"),
+            weights=load_file(folder / "model.safetensors"),
+            optimizer=load_file(folder / "optimizer.safetensors"),
+            random_states=[load_file(path) for path in sorted(folder.glob("rng-*.safetensors"))],
+            trainer_state=state,
+        )
+    except Exception as error:
+        raise CheckpointError(f"{folder} cannot be read ({error}).") from error
+
+
+def rotate_checkpoints(output_dir: Path, keep: int | None) -> list[Path]:
+    """Remove the oldest checkpoints beyond `keep` (None: all stay), by integer step, and leftovers of broken saves."""
+    for leftover in output_dir.glob(f"{TEMPORARY_PREFIX}checkpoint-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    folders = list_checkpoints(output_dir)
+    removed = folders[: max(0, len(folders) - keep)] if keep is not None else []
+    for folder in removed:
+        (folder / MANIFEST).unlink(missing_ok=True)  # first, so that a half-removed folder never looks whole
+        shutil.rmtree(folder)
+    return removed

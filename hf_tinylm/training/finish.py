@@ -1,0 +1,44 @@
+"""The last words of a run: what a card says of it, and `DONE.json`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..contract import DONE_FILE
+from ..files import sha256_of_file, write_json
+from .checkpoint import MANIFEST, checkpoint_folder
+from .trainer import LMTrainer
+
+
+def run_summary(trainer: LMTrainer) -> dict[str, str]:
+    """What a model card says of the run: size, tokens, updates, and the last validation."""
+    shape = trainer.model.config.shape
+    found = {
+        "parameters": f"{shape.parameters:,}",
+        "context": f"{trainer.model.config.max_position_embeddings:,} tokens",
+        "training tokens (supervised)": f"{trainer.supervised_tokens:,}",
+        "updates": f"{trainer.state.global_step:,} of {trainer.plan.global_batch_tokens:,} tokens",
+    }
+    evaluations = [row for row in trainer.metrics_log.rows() if "eval_loss" in row]
+    if evaluations:
+        last = evaluations[-1]
+        found["validation loss"] = f"{last['eval_loss']:.4f} nats per token over {last['eval_tokens']:,} tokens"
+        if "bits_per_byte" in last:
+            found["validation bits per byte"] = f"{last['bits_per_byte']:.4f}"
+    return found
+
+
+def write_done(trainer: LMTrainer, final: Path) -> dict[str, Any]:
+    """Write `DONE.json`, the last file of a run: what was trained, and hashes of its weights and last checkpoint."""
+    manifest = checkpoint_folder(trainer.output_dir, trainer.state.global_step) / MANIFEST
+    done = {
+        "updates": trainer.state.global_step,
+        "supervised_tokens": trainer.supervised_tokens,
+        "final_weights_sha256": {path.name: sha256_of_file(path) for path in sorted(final.glob("*.safetensors"))},
+        "last_checkpoint": manifest.parent.name,
+        "last_checkpoint_manifest_sha256": sha256_of_file(manifest),
+    }
+    trainer.events.add("finished", trainer.state.global_step, supervised_tokens=trainer.supervised_tokens)
+    write_json(trainer.output_dir / DONE_FILE, done)
+    return done

@@ -1,0 +1,86 @@
+"""metrics.jsonl and events.jsonl: one JSON object a line, appended as the run goes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..files import write_text
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+
+# Dense bfloat16 peaks in FLOP/s, as published in each vendor's data sheet, for `mfu`.
+_PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "RTX 5090": 209.5e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+}
+
+
+def peak_flops() -> float | None:
+    """Published dense bf16 peak of this process's GPU in FLOP/s; None when it is not known, as on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for key, peak in _PEAK_FLOPS.items() if key in name), None)
+
+
+class JsonLines:
+    """An append-only file of JSON rows, flushed row by row. `enabled=False` (other ranks) writes nothing."""
+
+    def __init__(self, path: Path, enabled: bool = True) -> None:
+        self.path = path
+        self.enabled = enabled
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add one row; values that JSON has no word for (nan, inf) are refused."""
+        if self.enabled:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every whole row; a torn last line, left by a crash, is passed over."""
+        return read_rows(self.path)
+
+    def drop_after(self, step: int) -> int:
+        """Remove rows whose `step` is beyond `step`, atomically; the number removed."""
+        rows = self.rows()
+        kept = [row for row in rows if row["step"] <= step]
+        if self.enabled and self.path.exists():
+            write_text(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+        return len(rows) - len(kept)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSON-lines file; none when it does not exist."""
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break  # only a crash in the middle of the last append leaves such a line
+    return rows
+
+
+class Events(JsonLines):
+    """events.jsonl: what happened, when, at which step."""
+
+    def add(self, event: str, step: int, **facts: Any) -> None:
+        """Append `{time, event, step, ...}`; time in seconds since 1970."""
+        self.append({"time": round(time.time(), 3), "event": event, "step": step, **facts})

@@ -1,0 +1,69 @@
+"""Pretrain a language model: from a tokenizer and token shards to a verified model that other programs open.
+
+    accelerate launch recipes/pretrain.py --config recipes/configs/demo.yaml
+    accelerate launch recipes/pretrain.py --config demo --learning_rate 6e-4 --output_dir runs/second
+    torchrun --nproc_per_node 2 recipes/pretrain.py --config demo
+    python recipes/pretrain.py --config demo --resume_from_checkpoint auto
+
+Every key of the configuration can be given as --key value. Write the tokenizer and the shards first:
+    hf-tinylm tokenizer train --config demo
+    hf-tinylm prepare --config demo
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from hf_tinylm.config import load_config
+from hf_tinylm.errors import exit_with_error_line
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the recipe; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a YAML file, or the name of a bundled one such as demo")
+    known, overrides = parser.parse_known_args(arguments)
+    config = load_config(known.config, overrides)  # before the heavy imports: a typo is told at once
+
+    from hf_tinylm.data.pack import open_pack, special_ids
+    from hf_tinylm.export.card import write_card
+    from hf_tinylm.export.hf import add_gguf
+    from hf_tinylm.modeling.factory import new_model
+    from hf_tinylm.training.arguments import training_arguments
+    from hf_tinylm.training.finish import run_summary, write_done
+    from hf_tinylm.training.trainer import LMTrainer
+
+    args = training_arguments(config)
+    pack = open_pack(config, verify=args.local_process_index == 0)
+    model = new_model(
+        config.model, len(pack.tokenizer), config.data.sequence_length, config.training.seed, **special_ids(pack.tokenizer)
+    )
+    trainer = LMTrainer(
+        model,
+        args,
+        pack.train,
+        pack.validation,
+        processing_class=pack.tokenizer,
+        token_bytes=pack.token_bytes,
+        run_facts=pack.identity,
+        run_config=config.to_dict(),
+    )
+    trainer.train()
+
+    run, final = Path(args.output_dir), Path(args.output_dir) / "final"
+    name = config.training.run_name or run.resolve().name
+    trainer.save_model(str(final))
+    if trainer.is_world_process_zero():
+        write_card(final, name, run_summary(trainer), pack.shards.manifest["sources"])
+        exported = add_gguf(final, run, name, config.export.gguf, config.export.verify)
+        for line in exported.lines():
+            print(line)
+        write_done(trainer, final)
+    trainer.accelerator.end_training()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_with_error_line(main))

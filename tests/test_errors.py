@@ -1,0 +1,79 @@
+"""Each error ends a command with its documented exit code and one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_tinylm import errors
+from hf_tinylm.errors import TinyLMError, exit_with_error_line
+
+EXIT_CODES = {
+    "TinyLMError": 1,
+    "ConfigError": 2,
+    "DataError": 2,
+    "TokenizerError": 2,
+    "MissingExtraError": 2,
+    "ContractError": 2,
+    "CheckpointError": 1,
+    "TrainingError": 1,
+    "ExportError": 1,
+    "VerificationError": 1,
+}
+
+
+def every_error() -> dict[str, type[TinyLMError]]:
+    found, queue = {}, [TinyLMError]
+    while queue:
+        kind = queue.pop()
+        if kind.__module__ == errors.__name__:
+            found[kind.__name__] = kind
+        queue.extend(kind.__subclasses__())
+    return found
+
+
+def test_every_error_has_the_exit_code_that_is_documented() -> None:
+    assert {name: kind.exit_code for name, kind in every_error().items()} == EXIT_CODES
+
+
+def test_every_error_stands_in_the_tree_that_the_module_draws() -> None:
+    for name, code in EXIT_CODES.items():
+        lines = [line for line in (errors.__doc__ or "").splitlines() if name in line]
+        assert len(lines) == 1
+        assert str(code) in lines[0].split()
+
+
+def test_a_users_error_is_one_line_on_stderr_and_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise errors.DataError("runs/a:\n  is  empty.\nGive text.")
+
+    assert exit_with_error_line(command) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "error: runs/a: is empty. Give text.\n"
+
+
+@pytest.mark.parametrize(("result", "code"), [(None, 0), (0, 0), (3, 3)])
+def test_a_command_that_ends_well_gives_its_own_code(
+    result: int | None, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_with_error_line(lambda: result) == code
+    assert capsys.readouterr().err == ""
+
+
+def test_a_fault_of_ours_keeps_its_traceback() -> None:
+    def command() -> int:
+        raise KeyError("ours")
+
+    with pytest.raises(KeyError):
+        exit_with_error_line(command)
+
+
+def test_a_wrong_setting_is_also_a_value_error_and_a_failed_run_is_not() -> None:
+    assert issubclass(errors.ConfigError, ValueError)
+    assert not issubclass(errors.TrainingError, ValueError)
+
+
+def test_a_missing_engine_names_the_command_that_installs_it() -> None:
+    message = str(errors.MissingExtraError("xllamacpp", "gguf-verify", "Verifying a GGUF file"))
+    assert "Verifying a GGUF file needs the package xllamacpp" in message
+    assert "pip install 'hf-tinylm[gguf-verify]'" in message

@@ -1,0 +1,144 @@
+"""Checkpoints: whole or absent, and a resume that continues bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_tinylm.errors import CheckpointError, ConfigError, ContractError
+from hf_tinylm.modeling.factory import load_model
+from hf_tinylm.training.checkpoint import checkpoint_fault, list_checkpoints, rotate_checkpoints, select_checkpoint
+from hf_tinylm.training.metrics import read_rows
+
+Make = Callable[..., Any]
+RUN = {
+    "model": {"attention_dropout": 0.1},
+    "train_tokens": 12 * 256 - 51,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "save_total_limit": None,
+}
+
+
+def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    clocks = ("seconds", "tokens_per_second", "flops_per_second", "wall_seconds")
+    return [{key: value for key, value in row.items() if key not in clocks} for row in rows]
+
+
+def test_a_run_resumed_at_any_update_ends_bit_for_bit_as_the_uninterrupted_one(make_trainer: Make, tmp_path: Path) -> None:
+    """Dropout, validation, epoch borders (177 windows an epoch, 8 an update) and a partial last update are crossed."""
+    whole = make_trainer("whole", **RUN)
+    whole.train()
+    assert whole.plan.updates == 12
+    end = whole.output_dir / "checkpoint-00000012"
+    for stop in (1, 5, 11):
+        folder = tmp_path / f"resumed{stop}"
+        shutil.copytree(whole.output_dir, folder)
+        for later in list_checkpoints(folder)[stop:]:
+            shutil.rmtree(later)
+        resumed = make_trainer(folder.name, **RUN, resume_from_checkpoint="auto")
+        resumed.train()
+        for name in ("model.safetensors", "optimizer.safetensors", "rng-00000.safetensors"):
+            first, second = load_file(end / name), load_file(folder / end.name / name)
+            assert first.keys() == second.keys()
+            assert all(torch.equal(first[key], second[key]) for key in first), (stop, name)
+        rows = [read_rows(run.output_dir / "metrics.jsonl") for run in (whole, resumed)]
+        assert untimed(rows[0]) == untimed(rows[1])
+        events = [row["event"] for row in read_rows(folder / "events.jsonl")]
+        assert "resumed" in events
+
+
+def test_an_interrupted_save_is_passed_over_and_named(make_trainer: Make) -> None:
+    trainer = make_trainer(**RUN)
+    trainer.train()
+    broken = trainer.output_dir / "checkpoint-00000099"
+    broken.mkdir()
+    shutil.copy(trainer.output_dir / "checkpoint-00000012" / "model.safetensors", broken)
+    folder, passed_over = select_checkpoint(trainer.output_dir, "auto")
+    assert folder is not None
+    assert folder.name == "checkpoint-00000012"
+    assert passed_over == ["checkpoint-00000099 was passed over: it has no manifest.json, so its saving was not finished"]
+    with pytest.raises(CheckpointError, match="cannot be resumed from"):
+        select_checkpoint(trainer.output_dir, str(broken))
+
+
+def test_a_flipped_byte_in_any_file_is_found(make_trainer: Make) -> None:
+    trainer = make_trainer(train_tokens=256, warmup_steps=0)
+    trainer.train()
+    folder = list_checkpoints(trainer.output_dir)[-1]
+    assert checkpoint_fault(folder) is None
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [
+        "config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "rng-00000.safetensors",
+        "trainer_state.json",
+    ]  # fmt: skip
+    for name in names:
+        content = (folder / name).read_bytes()
+        middle = len(content) // 2
+        (folder / name).write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        assert checkpoint_fault(folder) is not None, name
+        (folder / name).write_bytes(content)
+    assert checkpoint_fault(folder) is None
+
+
+def test_rotation_follows_the_integer_step_not_the_name_or_the_time(tmp_path: Path) -> None:
+    for name in ("checkpoint-9900", "checkpoint-10000", "checkpoint-00000500", "checkpoint-final", ".tmp-checkpoint-1-ab"):
+        (tmp_path / name).mkdir()
+    removed = rotate_checkpoints(tmp_path, 1)
+    assert [path.name for path in removed] == ["checkpoint-00000500", "checkpoint-9900"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10000", "checkpoint-final"]
+
+
+def test_a_resume_with_other_settings_is_refused_with_both_values(make_trainer: Make) -> None:
+    make_trainer(**RUN).train()
+    with pytest.raises(ContractError, match=r"training\.learning_rate: 0\.001 -> 0\.002"):
+        make_trainer(**{**RUN, "learning_rate": 2e-3}, resume_from_checkpoint="auto").train()
+    changed = make_trainer(**RUN, per_device_train_batch_size=4, resume_from_checkpoint="auto")
+    changed.train()
+    events = read_rows(changed.output_dir / "events.jsonl")
+    assert events[-1]["changed"] == ["per_device_train_batch_size: 2 -> 4"]
+
+
+def test_auto_in_an_empty_folder_starts_and_in_a_foreign_folder_refuses(make_trainer: Make, tmp_path: Path) -> None:
+    assert make_trainer("new", resume_from_checkpoint="auto").train().global_step == 6
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="not empty"):
+        make_trainer("foreign", resume_from_checkpoint="auto").train()
+
+
+def test_a_finished_run_refuses_to_resume(make_trainer: Make) -> None:
+    trainer = make_trainer(**RUN)
+    trainer.train()
+    (trainer.output_dir / "DONE.json").write_text("{}")
+    with pytest.raises(ContractError, match="finished run"):
+        make_trainer(**RUN, resume_from_checkpoint="auto").train()
+
+
+def test_a_checkpoint_opens_as_a_model_by_itself(make_trainer: Make) -> None:
+    trainer = make_trainer(**RUN)
+    trainer.train()
+    model = load_model(trainer.output_dir / "checkpoint-00000012")
+    ids = torch.arange(4, 36)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, trainer.model.eval()(ids).logits)
+
+
+def test_the_manifest_lists_every_file_with_its_size(make_trainer: Make) -> None:
+    trainer = make_trainer(train_tokens=256, warmup_steps=0)
+    trainer.train()
+    folder = list_checkpoints(trainer.output_dir)[-1]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["step"] == 1
+    assert {name: facts["bytes"] for name, facts in manifest["files"].items()} == {
+        path.name: path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"
+    }
