@@ -105,6 +105,7 @@ class TrainingSection:
     torch_compile: bool = False
     gradient_checkpointing: bool = False
     use_cpu: bool = False
+    cpu_threads: int | None = None  # None: OMP_NUM_THREADS when above 1, else the cores over the processes of this host
     logging_steps: int = 1
     eval_steps: int | None = None
     save_steps: int | None = None
@@ -250,7 +251,7 @@ _ABOVE_ZERO = {
     "training": (
         *("train_tokens", "global_batch_tokens", "per_device_train_batch_size", "per_device_eval_batch_size"),
         *("learning_rate", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "save_minutes"),
-        "save_total_limit",
+        *("save_total_limit", "cpu_threads"),
     ),
     "evaluation": ("eval_tokens",),
 }

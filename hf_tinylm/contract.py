@@ -66,12 +66,15 @@ def check_contract(output_dir: Path, contract: dict[str, Any]) -> list[str]:
     if (output_dir / DONE_FILE).is_file():
         raise ContractError(f"{output_dir} holds a finished run (DONE.json). Start a new one in another output_dir.")
     if not (output_dir / RUN_FILE).is_file():
-        raise ContractError(f"{output_dir} has no {RUN_FILE}, so there is no run to resume. Give a new output_dir to start one.")
+        raise ContractError(
+            f"{output_dir} has no {RUN_FILE}, so there is no run to resume. Give a new output_dir to start one."
+        )
     recorded = read_json(output_dir / RUN_FILE)
     differences = difference(recorded.get("identity", {}), contract["identity"])
     if differences:
         raise ContractError(
-            f"{output_dir} records another run; {'; '.join(differences)}. Use the recorded values, or another output_dir."
+            f"{output_dir} records another run; {'; '.join(differences)}. "
+            "Use the recorded values, or another output_dir."
         )
     return difference(recorded.get("execution", {}), contract["execution"])
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from hf_tinylm.config import load_config
 from hf_tinylm.errors import exit_with_error_line
@@ -22,7 +21,9 @@ from hf_tinylm.errors import exit_with_error_line
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the recipe; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--config", required=True, help="a YAML file, or the name of a bundled one such as demo")
     known, overrides = parser.parse_known_args(arguments)
     config = load_config(known.config, overrides)  # before the heavy imports: a typo is told at once
@@ -38,7 +39,11 @@ def main(arguments: list[str] | None = None) -> int:
     args = training_arguments(config)
     pack = open_pack(config, verify=args.local_process_index == 0)
     model = new_model(
-        config.model, len(pack.tokenizer), config.data.sequence_length, config.training.seed, **special_ids(pack.tokenizer)
+        config.model,
+        pack.shards.vocab_size,
+        config.data.sequence_length,
+        config.training.seed,
+        **special_ids(pack.tokenizer),
     )
     trainer = LMTrainer(
         model,
@@ -52,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     trainer.train()
 
-    run, final = Path(args.output_dir), Path(args.output_dir) / "final"
+    run, final = trainer.output_dir, trainer.output_dir / "final"
     name = config.training.run_name or run.resolve().name
     trainer.save_model(str(final))
     if trainer.is_world_process_zero():

@@ -310,7 +310,7 @@ HOSTILE = {
     "code": (b"training: !!python/object/apply:os.system ['true']\n", "is not valid YAML"),
     "a list as key": (b"training: {[a, b]: 1}\n", "is not valid YAML"),
     "a number of 5,000 digits": (b"training: {seed: " + b"9" * 5_000 + b"}\n", "is not valid YAML"),
-    "5,000 brackets": (b"training: " + b"[" * 5_000, "nested too deep"),
+    "1,500 brackets": (b"training: " + b"[" * 1_500, "nested too deep"),
     "a list in itself": (b"training: &a [*a]\n", "section training is [[[...]]]; keys are needed"),
     "a merge": (b"training: {<<: {seed: 1}}\n", "Unknown key in training: <<"),
 }

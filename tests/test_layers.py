@@ -17,7 +17,8 @@ PACKAGE = ROOT / "hf_tinylm"
 
 # From the top down; a module may import from its own row's own part and from any row below.
 LAYERS = (
-    ("recipes", "tokenizer", "eval", "cli", "commands", "demo"),
+    ("recipes", "tokenizer", "eval"),
+    ("cli", "demo"),
     ("preflight", "evaluation", "export", "monitor"),
     ("training",),
     ("data", "modeling"),
@@ -28,7 +29,6 @@ LAYERS = (
 LEVEL_OF = {part: level for level, row in enumerate(LAYERS) for part in row}
 ONE_LAYER = {
     "cli",
-    "commands",
     "demo",
     "contract",
     "config",

@@ -1,7 +1,7 @@
 """Train the tokenizer of a configuration: the same as `hf-tinylm tokenizer train`.
 
-    python tokenizer/train.py --config tokenizer/byte_bpe.yaml
-    python tokenizer/train.py --config tokenizer/byte_bpe.yaml --vocab_size 8192 --tokenizer_path runs/mine/tokenizer
+python tokenizer/train.py --config tokenizer/byte_bpe.yaml
+python tokenizer/train.py --config tokenizer/byte_bpe.yaml --vocab_size 8192 --tokenizer_path runs/mine/tokenizer
 """
 
 from __future__ import annotations

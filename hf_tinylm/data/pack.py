@@ -9,8 +9,7 @@ import numpy as np
 
 from ..config import RunConfig
 from ..errors import ConfigError, DataError, TokenizerError
-from ..tokenization.load import is_byte_level, load_tokenizer, token_byte_lengths, tokenizer_sha256
-from ..tokenization.load import backend_json
+from ..tokenization.load import backend_json, is_byte_level, load_tokenizer, token_byte_lengths, tokenizer_sha256
 from .shards import Shards, load_shards
 from .windows import TokenWindows
 

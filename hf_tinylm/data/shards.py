@@ -100,10 +100,13 @@ def load_shards(path: str | Path, verify: bool = False) -> Shards:
     opened: dict[str, list[Shard]] = {}
     for split in SPLITS:
         entries = manifest["splits"][split]["shards"]
+        if verify:  # before anything interprets the bytes
+            for entry in entries:
+                _verify_bytes(folder, entry)
         opened[split] = [_open_shard(folder, entry, manifest) for entry in entries]
         if verify:
-            for shard, entry in zip(opened[split], entries, strict=True):
-                _verify_shard(shard, entry, manifest)
+            for shard in opened[split]:
+                _verify_ids(folder, shard, manifest)
     return Shards(folder, manifest, sha256_of_file(folder / "manifest.json"), opened["train"], opened["validation"])
 
 
@@ -127,10 +130,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 def _open_shard(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> Shard:
     name, path = entry["name"], folder / entry["name"]
-    if not path.is_file():
-        raise _damaged(folder, name, "does not exist")
-    if path.stat().st_size != entry["bytes"]:
-        raise _damaged(folder, name, f"has {path.stat().st_size:,} bytes; the manifest says {entry['bytes']:,}")
+    _verify_size(folder, entry)
     try:
         reader = pa.ipc.open_stream(pa.memory_map(str(path)))
         batches = list(reader)
@@ -155,18 +155,31 @@ def _open_shard(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -
     return Shard(name, path, ids, offsets, batches[0].column("source"), entry["documents"])
 
 
-def _verify_shard(shard: Shard, entry: dict[str, Any], manifest: dict[str, Any]) -> None:
-    folder = shard.path.parents[1]
-    digest = sha256_of_file(shard.path)
+def _verify_size(folder: Path, entry: dict[str, Any]) -> None:
+    path = folder / entry["name"]
+    if not path.is_file():
+        raise _damaged(folder, entry["name"], "does not exist")
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        raise _damaged(folder, entry["name"], f"has {size:,} bytes; the manifest says {entry['bytes']:,}")
+
+
+def _verify_bytes(folder: Path, entry: dict[str, Any]) -> None:
+    _verify_size(folder, entry)
+    digest = sha256_of_file(folder / entry["name"])
     if digest != entry["sha256"]:
-        raise _damaged(folder, shard.name, f"has SHA-256 {digest[:12]}...; the manifest says {entry['sha256'][:12]}...")
+        expected = entry["sha256"][:12]
+        raise _damaged(folder, entry["name"], f"has SHA-256 {digest[:12]}...; the manifest says {expected}...")
+
+
+def _verify_ids(folder: Path, shard: Shard, manifest: dict[str, Any]) -> None:
     highest = int(shard.ids.max(initial=0))
     if highest >= manifest["vocab_size"]:
         raise _damaged(folder, shard.name, f"holds id {highest:,}; ids below {manifest['vocab_size']:,} are possible")
     separators = int(np.count_nonzero(shard.ids == manifest["separator"]["id"]))
-    if separators != entry["documents"]:
+    if separators != shard.documents:
         raise _damaged(
-            folder, shard.name, f"holds {separators:,} separators; the manifest says {entry['documents']:,} documents"
+            folder, shard.name, f"holds {separators:,} separators; the manifest says {shard.documents:,} documents"
         )
 
 

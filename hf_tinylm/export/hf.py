@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..contract import RUN_FILE
-from ..errors import ExportError, VerificationError
-from ..files import read_json
+from ..errors import ConfigError, VerificationError
+from ..files import read_json, refuse_folder_in_use
 from ..modeling.factory import load_model
 from ..modeling.stock import save_stock_model
 from ..tokenization.load import load_tokenizer
@@ -72,8 +72,9 @@ def export_model(
         ExportError: a model that has no such form.
         VerificationError: a written file does not do what the model does; the file is left for inspection.
     """
-    tokenizer = load_tokenizer(tokenizer_path or find_tokenizer(source))
+    refuse_folder_in_use(output_dir)
     model = load_model(source)
+    tokenizer = load_tokenizer(tokenizer_path or find_tokenizer(source))
     save_stock_model(model, output_dir, tokenizer, replace=False)
     return add_gguf(output_dir, output_dir, output_dir.name, gguf, verify)
 
@@ -87,7 +88,7 @@ def add_gguf(folder: Path, target_dir: Path, name: str, gguf: Sequence[FileType]
     done = ExportedFiles(folder)
     for kind in gguf:
         path = target_dir / f"{name}-{kind.upper()}.gguf"
-        write_gguf(folder, path, kind)
+        write_gguf(folder, path, kind, name=name)
         done.gguf[kind] = path
         if verify:
             report = verify_gguf(path, folder)
@@ -101,7 +102,7 @@ def find_tokenizer(source: Path) -> str:
     """The tokenizer of a model folder: its own, or the one that the run of a checkpoint names.
 
     Raises:
-        ExportError: neither exists.
+        ConfigError: neither exists.
     """
     if (source / "tokenizer.json").is_file():
         return str(source)
@@ -111,4 +112,4 @@ def find_tokenizer(source: Path) -> str:
         path = (config.get("tokenizer") or {}).get("tokenizer_path")
         if path:
             return str(path)
-    raise ExportError(f"{source} has no tokenizer.json and no run.json beside it names one. Give --tokenizer_path DIR.")
+    raise ConfigError(f"{source} has no tokenizer.json and no run.json beside it names one. Give --tokenizer_path DIR.")

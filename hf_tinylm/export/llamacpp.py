@@ -29,6 +29,7 @@ import numpy as np
 from ..errors import ConfigError, MissingExtraError, VerificationError
 
 _SEPARATOR = -1  # passed through by /tokenize between two texts; no token has this id
+_SMALL_FILE_BYTES = 200_000_000
 _NEUTRAL_SAMPLING = {
     "temperature": 0.0,
     "samplers": ["temperature"],
@@ -54,6 +55,7 @@ class LlamaCppServer:
     """Context manager around a child process that has loaded `path`.
 
     Arithmetic is pinned for comparisons: CPU, F32 key/value cache, no flash attention, no prompt cache, one sequence.
+    `threads` 0 chooses by the size of the file.
 
     Raises:
         MissingExtraError: xllamacpp is not installed.
@@ -66,7 +68,7 @@ class LlamaCppServer:
     ) -> None:
         self.path = Path(path)
         self.timeout = timeout
-        self._settings = {"context_length": context_length, "threads": threads or min(4, os.cpu_count() or 1)}
+        self._settings = {"context_length": context_length, "threads": threads}
         self._process: subprocess.Popen[str] | None = None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback: never through a proxy
 
@@ -75,6 +77,10 @@ class LlamaCppServer:
             raise MissingExtraError("xllamacpp", "gguf-verify", "running a GGUF file in llama.cpp")
         if not self.path.is_file():
             raise ConfigError(f"{self.path} does not exist. Give a GGUF file.")
+        if not self._settings["threads"]:
+            # threads wait for each other by spinning: on shared cores two were 40 times slower than one on a 7M model
+            small = self.path.stat().st_size < _SMALL_FILE_BYTES
+            self._settings["threads"] = 1 if small else min(4, os.cpu_count() or 1)
         self._log = tempfile.TemporaryFile()  # closed in __exit__
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(self.path.resolve())],
@@ -259,6 +265,7 @@ def _serve(path: str) -> int:
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
+    params.cpuparams.poll = params.cpuparams_batch.poll = 0  # sleep while waiting: others use these cores too
     params.n_threads_http = 2
     params.fit_params = params.warmup = params.ui = params.prefill_assistant = False
     params.cache_prompt = params.cache_idle_slots = False

@@ -340,7 +340,7 @@ def _compare_greedy(
 def _compare_templates(report: ParityReport, server: LlamaCppServer, reference: _Reference, has_template: bool) -> None:
     import jinja2
 
-    if False:
+    if has_template != bool(reference.tokenizer.chat_template):
         holder, other = ("file", "folder") if has_template else ("folder", "file")
         report.template_equal = False
         report.failures.append(f"the {holder} has a chat template and the {other} has none")

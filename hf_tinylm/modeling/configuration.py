@@ -46,6 +46,22 @@ class TinyLMConfig(LlamaConfig):
         return self.unpadded_vocab_size or self.vocab_size
 
     @property
+    def theta(self) -> float:
+        """Base of the rotary frequencies."""
+        parameters: Any = self.rope_parameters
+        return float(parameters["rope_theta"])
+
+    @property
+    def head_size(self) -> int:
+        """Channels of one head."""
+        return int(self.head_dim or self.hidden_size // self.num_attention_heads)
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values."""
+        return int(self.num_key_value_heads or self.num_attention_heads)
+
+    @property
     def identity(self) -> dict[str, Any]:
         """All that decides the function and the initial weights, as plain JSON values."""
         names = (
@@ -54,7 +70,7 @@ class TinyLMConfig(LlamaConfig):
             *("max_position_embeddings", "rms_norm_eps", "initializer_range", "attention_dropout"),
         )
         found = {name: getattr(self, name) for name in names}
-        return {**found, "rope_theta": float(self.rope_parameters["rope_theta"])}
+        return {**found, "rope_theta": self.theta}
 
     @property
     def shape(self) -> ModelShape:
@@ -64,9 +80,9 @@ class TinyLMConfig(LlamaConfig):
             hidden_size=self.hidden_size,
             num_hidden_layers=self.num_hidden_layers,
             num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads or self.num_attention_heads,
+            num_key_value_heads=self.key_value_heads,
             intermediate_size=self.intermediate_size,
-            head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
+            head_dim=self.head_size,
             qk_norm=self.qk_norm,
             tie_word_embeddings=self.tie_word_embeddings,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ AutoConfig.register(TinyLMConfig.model_type, TinyLMConfig, exist_ok=True)
 AutoModelForCausalLM.register(TinyLMConfig, TinyLMForCausalLM, exist_ok=True)
 
 
-def new_model(model: ModelSection, vocab_size: int, sequence_length: int, seed: int, **token_ids: Any) -> TinyLMForCausalLM:
+def new_model(
+    model: ModelSection, vocab_size: int, sequence_length: int, seed: int, **token_ids: Any
+) -> TinyLMForCausalLM:
     """A freshly initialised float32 model on the CPU; the weights depend on shape and seed alone."""
     set_seed(seed)
     config = model_configuration(model, vocab_size, sequence_length, **token_ids)
@@ -66,7 +69,9 @@ def read_configuration(folder: Path) -> TinyLMConfig:
     if unsupported:
         raise ConfigError(f"{folder} uses {', '.join(unsupported)}, which this package's model does not have.")
     known = set(TinyLMConfig().to_dict()) - {"model_type", "architectures", "transformers_version", "dtype"}
-    return TinyLMConfig(qk_norm=config.model_type == "qwen3", **{k: v for k, v in values.items() if k in known - {"qk_norm"}})
+    return TinyLMConfig(
+        qk_norm=config.model_type == "qwen3", **{k: v for k, v in values.items() if k in known - {"qk_norm"}}
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -77,8 +82,6 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        import json
-
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     else:
         names = ["model.safetensors"]
@@ -110,7 +113,8 @@ def load_weights(model: TinyLMForCausalLM, files: list[Path]) -> None:
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             raise CheckpointError(
-                f"Tensor {name} of {files[0].parent} has shape {tuple(tensor.shape)}; the model needs {tuple(expected[name].shape)}."
+                f"Tensor {name} of {files[0].parent} has shape {tuple(tensor.shape)}; "
+                f"the model needs {tuple(expected[name].shape)}."
             )
     model.load_state_dict(state, strict=False)
     model.tie_weights()

@@ -53,8 +53,8 @@ class TinyLMRotaryEmbedding(nn.Module):
 
     def __init__(self, config: TinyLMConfig) -> None:
         super().__init__()
-        self.theta = float(config.rope_parameters["rope_theta"])
-        self.head_dim = int(config.head_dim)
+        self.theta = config.theta
+        self.head_dim = config.head_size
         self.register_buffer("inv_freq", self.frequencies(), persistent=False)
 
     def frequencies(self) -> torch.Tensor:
@@ -90,11 +90,11 @@ class TinyLMAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.head_dim = int(config.head_dim)
-        self.num_key_value_groups = config.num_attention_heads // int(config.num_key_value_heads)
+        self.head_dim = config.head_size
+        self.num_key_value_groups = config.num_attention_heads // config.key_value_heads
         self.scaling = self.head_dim**-0.5
         query_width = config.num_attention_heads * self.head_dim
-        key_width = int(config.num_key_value_heads) * self.head_dim
+        key_width = config.key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_width, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key_width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_width, bias=False)
@@ -319,7 +319,7 @@ class TinyLMForCausalLM(TinyLMPreTrainedModel, GenerationMixin):
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=self._padded(logits) if return_logits else None,
-            **{CACHE_KEY: outputs[CACHE_KEY] if CACHE_KEY in outputs else None},
+            **{CACHE_KEY: outputs.get(CACHE_KEY)},
         )
         return result if return_dict else result.to_tuple()
 

@@ -17,7 +17,7 @@ from .model import TinyLMForCausalLM
 
 def stock_configuration(config: TinyLMConfig) -> LlamaConfig | Qwen3Config:
     """The stock configuration of the same model, padding rows trimmed."""
-    shared = {
+    shared: dict[str, Any] = {
         "vocab_size": config.num_tokens,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -29,7 +29,7 @@ def stock_configuration(config: TinyLMConfig) -> LlamaConfig | Qwen3Config:
         "rms_norm_eps": config.rms_norm_eps,
         "initializer_range": config.initializer_range,
         "attention_dropout": config.attention_dropout,
-        "rope_parameters": dict(config.rope_parameters),
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.theta},
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_id,
@@ -46,7 +46,7 @@ def stock_model(model: TinyLMForCausalLM, attn_implementation: str | None = None
     config = stock_configuration(model.config)
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation
-    stock_class = Qwen3ForCausalLM if model.config.qk_norm else LlamaForCausalLM
+    stock_class: Any = Qwen3ForCausalLM if model.config.qk_norm else LlamaForCausalLM
     with torch.device("meta"):
         stock = stock_class(config)
     rows = model.config.num_tokens
@@ -68,9 +68,7 @@ def stock_model(model: TinyLMForCausalLM, attn_implementation: str | None = None
     return stock.eval()
 
 
-def save_stock_model(
-    model: TinyLMForCausalLM, folder: Path, tokenizer: Any = None, replace: bool = True
-) -> None:
+def save_stock_model(model: TinyLMForCausalLM, folder: Path, tokenizer: Any = None, replace: bool = True) -> None:
     """Write `model` (and its tokenizer) as a folder that bare `AutoModelForCausalLM` opens; the folder appears whole.
 
     Float32 safetensors, one tensor for tied embeddings, padding rows trimmed. `config.json` names the rotary base in

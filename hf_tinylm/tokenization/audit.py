@@ -11,7 +11,15 @@ import numpy as np
 
 from ..errors import TokenizerError
 from .encoder import FastEncoder
-from .load import backend_json, is_byte_level, load_tokenizer, special_ids, token_bytes, tokenizer_sha256, vocabulary_size
+from .load import (
+    backend_json,
+    is_byte_level,
+    load_tokenizer,
+    special_ids,
+    token_bytes,
+    tokenizer_sha256,
+    vocabulary_size,
+)
 from .special import SPECIAL_TOKENS
 
 if TYPE_CHECKING:

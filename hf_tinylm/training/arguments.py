@@ -107,8 +107,13 @@ class LMTrainingArguments(TrainingArguments):
         for field in dataclasses.fields(TrainingArguments):
             if field.name in REFUSED and getattr(self, field.name) != _default(field):
                 raise ConfigError(
-                    f"{field.name}={getattr(self, field.name)!r} is not supported by LMTrainer: {REFUSED[field.name]}. Leave it out."
+                    f"{field.name}={getattr(self, field.name)!r} is not supported by LMTrainer: "
+                    f"{REFUSED[field.name]}. Leave it out."
                 )
+        if self.warmup_steps != int(self.warmup_steps):
+            raise ConfigError(
+                f"warmup_steps={self.warmup_steps} must be a whole number of updates, not a share of the run."
+            )
         compiled, self.torch_compile = self.torch_compile, False  # LMTrainer compiles; Accelerate would rename weights
         if not self.use_cpu and not accelerator_present():
             self.use_cpu = True
@@ -129,12 +134,28 @@ def multiplies_bf16(use_cpu: bool) -> bool:
     return "AVX512" in flags and bool(torch.cpu._is_avx512_bf16_supported())
 
 
+def cpu_threads(asked: int | None) -> int:
+    """Threads of one CPU process: as asked, else as OMP_NUM_THREADS says, else this host's cores over its processes.
+
+    Launchers set OMP_NUM_THREADS=1 by themselves, which would leave all cores but one idle, so a 1 there says nothing.
+    """
+    if asked is not None:
+        return asked
+    from_environment = os.environ.get("OMP_NUM_THREADS", "")
+    if from_environment.isdecimal() and int(from_environment) > 1:
+        return int(from_environment)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def training_arguments(config: RunConfig) -> LMTrainingArguments:
     """Arguments in which every value is resolved: nothing is left for the Trainer to guess."""
     training = config.training
     if training.output_dir is None:
         raise ConfigError("output_dir is missing. Give a new folder for the run: --output_dir runs/NAME.")
     use_cpu = training.use_cpu or not accelerator_present()
+    if use_cpu:
+        torch.set_num_threads(cpu_threads(training.cpu_threads))
     bf16 = multiplies_bf16(use_cpu) if training.bf16 == "auto" else training.bf16
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "no"  # the config decides, not the launcher
     values: dict[str, Any] = {
@@ -164,6 +185,7 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
         "save_total_limit": training.save_total_limit,
         "report_to": training.report_to or "none",
         "run_name": training.run_name,
+        "resume_from_checkpoint": training.resume_from_checkpoint,
         "seed": training.seed,
     }
     if training.gradient_checkpointing:

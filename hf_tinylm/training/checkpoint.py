@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent: safetensors and JSON, one manifest of SHA-256, one rename.
 
-    checkpoint-00000500/  config.json  model.safetensors  optimizer.safetensors  trainer_state.json
-                          rng-00000.safetensors (one per process)  manifest.json (written last)
+checkpoint-00000500/  config.json  model.safetensors  optimizer.safetensors  trainer_state.json
+                      rng-00000.safetensors (one per process)  manifest.json (written last)
 """
 
 from __future__ import annotations
@@ -108,10 +108,11 @@ def select_checkpoint(output_dir: Path, asked: str) -> tuple[Path | None, list[s
         fault = checkpoint_fault(Path(asked))
         if fault:
             raise CheckpointError(
-                f"{asked} cannot be resumed from: {fault}. Name another checkpoint, or use resume_from_checkpoint: auto."
+                f"{asked} cannot be resumed from: {fault}. "
+                "Name another checkpoint, or use resume_from_checkpoint: auto."
             )
         return Path(asked), []
-    passed_over = []
+    passed_over: list[str] = []
     for folder in reversed(list_checkpoints(output_dir)):
         fault = checkpoint_fault(folder)
         if fault is None:

@@ -79,7 +79,8 @@ def load_optimizer_tensors(
         for kind, tensor in found.items():
             if tensor.ndim and tensor.shape != parameter.shape:
                 raise CheckpointError(
-                    f"The optimizer file's {kind} of {name} has shape {tuple(tensor.shape)}, the parameter {tuple(parameter.shape)}."
+                    f"The optimizer file's {kind} of {name} has shape {tuple(tensor.shape)}, "
+                    f"the parameter {tuple(parameter.shape)}."
                 )
         state[position] = found
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

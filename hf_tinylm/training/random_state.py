@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,8 @@ import torch
 def random_tensors() -> dict[str, torch.Tensor]:
     """State of Python's, NumPy's, torch's CPU and (if there is one) this process's GPU generator."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = state
     assert version == 3, f"Python's generator has state version {version}, 3 is known"
     assert kind == "MT19937", f"NumPy's global generator is {kind}, MT19937 is known"
     tensors = {

@@ -23,6 +23,7 @@ from ..contract import RUN_FILE, check_contract, new_contract, write_contract
 from ..errors import CheckpointError, ConfigError, TrainingError
 from ..files import refuse_folder_in_use
 from ..modeling.loss import IGNORE_INDEX
+from ..modeling.model import TinyLMForCausalLM
 from ..modeling.stock import save_stock_model
 from ..planning import UpdatePlan, plan_updates
 from .arguments import LMTrainingArguments
@@ -46,7 +47,7 @@ class LMTrainer(Trainer):
     """Train a causal language model on windows.
 
     Args:
-        model: a model whose forward takes `input_ids`, `shift_labels` and `num_items_in_batch`; float32 weights.
+        model: the model, with float32 weights.
         args: the arguments; `train_tokens` and `global_batch_tokens` decide the updates.
         train_dataset: windows with `sequence_length`, `len()` (windows per epoch) and `batch(ks)` giving `input_ids`
             and `shift_labels` (n, T) for any window numbers ks (`data.windows.TokenWindows`).
@@ -61,10 +62,14 @@ class LMTrainer(Trainer):
     """
 
     args: LMTrainingArguments
+    model: TinyLMForCausalLM
+    optimizer: torch.optim.Optimizer
+    train_dataset: Any
+    eval_dataset: Any
 
     def __init__(
         self,
-        model: nn.Module,
+        model: TinyLMForCausalLM,
         args: LMTrainingArguments,
         train_dataset: Any,
         eval_dataset: Any = None,
@@ -77,8 +82,8 @@ class LMTrainer(Trainer):
         if not isinstance(args, LMTrainingArguments):
             raise ConfigError(f"LMTrainer needs LMTrainingArguments, not {type(args).__name__}.")
         self.plan = plan_run(args, train_dataset)
-        self.schedule = CosineSchedule(args.learning_rate, args.min_lr_ratio, args.warmup_steps, self.plan.updates)
-        self.output_dir = Path(args.output_dir)
+        self.schedule = CosineSchedule(args.learning_rate, args.min_lr_ratio, int(args.warmup_steps), self.plan.updates)
+        self.output_dir = Path(str(args.output_dir))
         self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
         self.run_facts, self.run_config = run_facts or {}, run_config
         if args.process_index == 0 and not args.resume_from_checkpoint:
@@ -156,7 +161,7 @@ class LMTrainer(Trainer):
         for number in range(start, self.plan.updates):
             yield [self._micro_batch(number, row) for row in range(self.plan.gradient_accumulation_steps)]
 
-    def evaluate(  # type: ignore[override]
+    def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Mean loss in nats, and bits per byte, over the same fixed validation windows every time.
@@ -260,7 +265,8 @@ class LMTrainer(Trainer):
         last = first + self.plan.windows_per_update - 1
         self.events.add("warned", number, reason="not finite", windows=[first, last])
         return TrainingError(
-            f"Update {number + 1:,} has loss {result.loss} and gradient norm {result.grad_norm}; nothing of it was applied. "
+            f"Update {number + 1:,} has loss {result.loss} and gradient norm {result.grad_norm}; "
+            "nothing of it was applied. "
             f"Its windows are {first:,} to {last:,}. Look at them (hf-tinylm inspect), lower learning_rate, and resume "
             f"with resume_from_checkpoint: auto."
         )
@@ -276,10 +282,14 @@ class LMTrainer(Trainer):
             self.create_optimizer()
             if args.torch_compile:  # the method, not the module: parameter names stay as they are
                 backend, mode = args.torch_compile_backend or "inductor", args.torch_compile_mode
-                self.model.forward = torch.compile(self.model.forward, backend=backend, mode=mode)
+                compiled = torch.compile(self.model.forward, backend=backend, mode=mode)
+                self.model.forward = compiled  # type: ignore[method-assign]
             bucket = {} if args.ddp_bucket_cap_mb is None else {"bucket_cap_mb": args.ddp_bucket_cap_mb}
             self.accelerator.ddp_handler = DistributedDataParallelKwargs(
-                broadcast_buffers=False, gradient_as_bucket_view=True, static_graph=bool(args.ddp_static_graph), **bucket
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                static_graph=bool(args.ddp_static_graph),
+                **bucket,
             )
             self.model_wrapped = self.accelerator.prepare_model(self.model)
         self.model.train()
@@ -289,14 +299,12 @@ class LMTrainer(Trainer):
 
     def _start_or_resume(self, asked: str | None) -> int:
         """Write or check the contract, restore a checkpoint if asked, and give the first update to run."""
+        everyone: list[Any] = [*self.callback_handler.callbacks, self.control]
+        stateful: list[Any] = [callback for callback in everyone if isinstance(callback, ExportableState)]
         self.state = TrainerState(
             is_local_process_zero=self.is_local_process_zero(),
             is_world_process_zero=self.is_world_process_zero(),
-            stateful_callbacks=[
-                callback
-                for callback in [*self.callback_handler.callbacks, self.control]
-                if isinstance(callback, ExportableState)
-            ],
+            stateful_callbacks=stateful,
         )
         self.state.max_steps = self.plan.updates
         self.state.train_batch_size = self.args.per_device_train_batch_size
@@ -323,8 +331,16 @@ class LMTrainer(Trainer):
             "training": {
                 name: getattr(args, name)
                 for name in (
-                    "learning_rate", "min_lr_ratio", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
-                    "adam_epsilon", "max_grad_norm", "bf16", "seed",
+                    "learning_rate",
+                    "min_lr_ratio",
+                    "warmup_steps",
+                    "weight_decay",
+                    "adam_beta1",
+                    "adam_beta2",
+                    "adam_epsilon",
+                    "max_grad_norm",
+                    "bf16",
+                    "seed",
                 )
             }
             | {"train_tokens": plan.train_tokens, "global_batch_tokens": plan.global_batch_tokens},
@@ -338,6 +354,7 @@ class LMTrainer(Trainer):
         execution = {
             "processes": self.accelerator.num_processes,
             "device": self.args.device.type,
+            "cpu_threads": torch.get_num_threads() if self.args.device.type == "cpu" else None,
             "per_device_train_batch_size": plan.per_device_train_batch_size,
             "torch_compile": args.torch_compile,
         }
@@ -377,7 +394,9 @@ class LMTrainer(Trainer):
         if self.is_world_process_zero():
             folder = write_checkpoint(self.output_dir, self._snapshot(states))
             rotate_checkpoints(self.output_dir, self.args.save_total_limit)
-            self.events.add("saved", self.state.global_step, checkpoint=folder.name, seconds=round(time.monotonic() - began, 3))
+            self.events.add(
+                "saved", self.state.global_step, checkpoint=folder.name, seconds=round(time.monotonic() - began, 3)
+            )
         self.accelerator.wait_for_everyone()
         self.last_save_time = time.monotonic()
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
@@ -419,4 +438,3 @@ def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:
     length = int(train_dataset.sequence_length)
     budget = len(train_dataset) * length if args.train_tokens == "epoch" else int(args.train_tokens)
     return plan_updates(budget, args.global_batch_tokens, length, args.per_device_train_batch_size, args.world_size)
-

@@ -35,7 +35,9 @@ class Update:
     does not depend on how the batch was split; DDP averages over processes, which the factor `processes` undoes.
     """
 
-    def __init__(self, accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
+    def __init__(
+        self, accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float
+    ) -> None:
         self.accelerator = accelerator
         self.model = model
         self.optimizer = optimizer

@@ -50,7 +50,9 @@ def validate(
         sums = summed.cpu().numpy()
     nats, targets, size = sums.tolist()
     if not targets or not math.isfinite(nats):
-        raise TrainingError(f"Validation gave {nats} nats over {targets:,.0f} targets; a finite loss over some targets is needed.")
+        raise TrainingError(
+            f"Validation gave {nats} nats over {targets:,.0f} targets; a finite loss over some targets is needed."
+        )
     found = {"loss": nats / targets, "tokens": targets}
     if token_bytes is not None and size:
         found["bits_per_byte"] = nats / math.log(2) / size

@@ -12,7 +12,29 @@ from hf_tinylm.config import RunConfig, SourceSection
 from hf_tinylm.tokenization.load import save_tokenizer
 from hf_tinylm.tokenization.train import train_tokenizer
 
-WORDS = "the sea was calm and a small boat went over it with two men who said nothing 소리 없이 né 42".split()
+WORDS = [
+    "the",
+    "sea",
+    "was",
+    "calm",
+    "and",
+    "a",
+    "small",
+    "boat",
+    "went",
+    "over",
+    "it",
+    "with",
+    "two",
+    "men",
+    "who",
+    "said",
+    "nothing",
+    "소리",
+    "없이",
+    "né",
+    "42",
+]
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from itertools import permutations
@@ -23,6 +24,39 @@ def test_every_item_appears_exactly_once(size: int) -> None:
         assert np.array_equal(np.sort(order), np.arange(size))
 
 
+def plain_permute(index: int, size: int, key: int) -> int:
+    """The same network in Python's unbounded integers, one item at a time."""
+    mask, golden = 2**64 - 1, 0x9E3779B97F4A7C15
+
+    def mix(value: int) -> int:
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+        return value ^ (value >> 31)
+
+    def hashed(counter: int, key: int) -> int:
+        return mix((mix((counter * golden + key) & mask) + golden) & mask)
+
+    rows = math.isqrt(size - 1) + 1
+    columns = -(-size // rows)
+    while True:
+        left, right = divmod(index, columns)
+        for number in range(8):
+            if number % 2 == 0:
+                left = (left + hashed(right, hashed(number, key))) % rows
+            else:
+                right = (right + hashed(left, hashed(number, key))) % columns
+        index = left * columns + right
+        if index < size:
+            return index
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1025, 5_000_000_000])
+def test_vectorised_arithmetic_equals_that_of_plain_integers(size: int) -> None:
+    key = key_of("plain", size)
+    index = np.unique(np.linspace(0, size - 1, 50).astype(np.int64))
+    assert permute(index, size, key).tolist() == [plain_permute(int(k), size, int(key)) for k in index]
+
+
 def test_places_do_not_depend_on_how_they_are_asked_for() -> None:
     size, key = 10_007, key_of(5)
     whole = permute(np.arange(size), size, key)
@@ -40,7 +74,9 @@ def test_each_item_may_have_its_own_key() -> None:
 def test_all_orders_of_a_few_items_are_about_equally_frequent() -> None:
     for size in (2, 3, 4):
         draws = 4800
-        orders = Counter(tuple(permute(np.arange(size), size, key_of(seed)).tolist()) for seed in range(draws))
+        keys = np.repeat(hash_counters(np.arange(draws), key_of("draws")), size)
+        places = permute(np.tile(np.arange(size), draws), size, keys)
+        orders = Counter(map(tuple, places.reshape(draws, size).tolist()))
         possible = len(list(permutations(range(size))))
         expected = draws / possible
         assert len(orders) == possible

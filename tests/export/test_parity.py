@@ -247,3 +247,14 @@ def test_random_strings_are_seeded_varied_and_encodable() -> None:
     assert {len(text) for text in strings} == set(range(1, 41))
     assert len({character for text in strings for character in text}) > 5_000
     assert all(text.encode("utf-8").decode("utf-8") == text for text in strings)
+
+
+def test_an_end_id_that_only_hugging_face_stops_at_fails_the_gate(
+    make_model: MakeModel, tmp_path: Path, edit_json: Callable[..., None]
+) -> None:
+    folder = make_model()
+    write_gguf(folder, tmp_path / "model.gguf", "f32")
+    edit_json(folder / "generation_config.json", lambda config: config.update(eos_token_id=[0, 40]))
+    report = verify_gguf(tmp_path / "model.gguf", folder, random_strings=0, threads=1)
+    assert not report.ends_equal
+    assert any("stops at [40]" in failure for failure in report.failures)

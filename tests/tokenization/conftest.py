@@ -10,7 +10,10 @@ from transformers import PreTrainedTokenizerFast
 from hf_tinylm.files import bundled
 from hf_tinylm.tokenization.train import train_tokenizer
 
-OTHER_SCRIPTS = "Zürich naïve Ångström 你好，世界 한국어 조사 ไทย हिन्दी العربية 🙂 don't WE'LL 3.14159  \r\n\tdef f(x):\n    return x\n"
+OTHER_SCRIPTS = (
+    "Zürich naïve Ångström 你好，世界 한국어 조사 ไทย हिन्दी العربية 🙂 "
+    "don't WE'LL 3.14159  \r\n\tdef f(x):\n    return x\n"
+)
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import TrainingArguments
 
-from hf_tinylm.config import load_config
+from hf_tinylm.config import TrainingSection, load_config
 from hf_tinylm.errors import ConfigError
-from hf_tinylm.training.arguments import HONOURED, REFUSED, LMTrainingArguments, training_arguments
+from hf_tinylm.training.arguments import (
+    HONOURED,
+    REFUSED,
+    LMTrainingArguments,
+    cpu_threads,
+    training_arguments,
+)
 
 
 def test_every_field_of_training_arguments_is_honoured_or_refused() -> None:
@@ -21,21 +28,22 @@ def test_every_field_of_training_arguments_is_honoured_or_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_steps", 10), ("num_train_epochs", 1.0), ("gradient_accumulation_steps", 4), ("fp16", True), ("deepspeed", {}),
+        ("max_steps", 10), ("num_train_epochs", 1.0), ("gradient_accumulation_steps", 4), ("fp16", True),
+        ("deepspeed", {}), ("warmup_steps", 0.1),
         ("fsdp", "full_shard"), ("auto_find_batch_size", True), ("optim", "adafactor"), ("label_smoothing_factor", 0.1),
         ("lr_scheduler_type", "constant"), ("load_best_model_at_end", True), ("logging_nan_inf_filter", False),
         ("dataloader_num_workers", 2), ("neftune_noise_alpha", 5.0), ("average_tokens_across_devices", False),
     ],
 )  # fmt: skip
 def test_a_field_that_the_loop_does_not_honour_is_an_error_when_set(tmp_path: Path, name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=.*is not supported by LMTrainer"):
+    with pytest.raises(ConfigError, match=f"{name}=.*(is not supported by LMTrainer|must be a whole number)"):
         LMTrainingArguments(output_dir=str(tmp_path), **{name: value})
 
 
 def test_the_configuration_reaches_the_arguments(tmp_path: Path) -> None:
     overrides = ["--output_dir", str(tmp_path), "--learning_rate", "3e-4", "--eval_steps", "7", "--use_cpu"]
     overrides += ["--bf16", "false", "--adam_beta2", "0.98", "--save_steps", "9", "--report_to", "tensorboard"]
-    args = training_arguments(load_config(None, overrides))
+    args = training_arguments(load_config(None, [*overrides, "--cpu_threads", "1"]))
     assert (args.learning_rate, args.eval_steps, args.adam_beta2, args.save_steps) == (3e-4, 7, 0.98, 9)
     assert (args.eval_strategy, args.save_strategy, args.report_to) == ("steps", "steps", ["tensorboard"])
     assert args.mixed_precision == "no"
@@ -45,3 +53,37 @@ def test_the_configuration_reaches_the_arguments(tmp_path: Path) -> None:
 def test_an_output_folder_is_needed() -> None:
     with pytest.raises(ConfigError, match="output_dir is missing"):
         training_arguments(load_config(None, []))
+
+
+def test_a_launcher_that_sets_one_thread_does_not_leave_cores_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert cpu_threads(None) == cores
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 * cores))
+    assert cpu_threads(None) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert (cpu_threads(None), cpu_threads(5)) == (3, 5)
+
+
+def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: Path) -> None:
+    """A key that is read and then forgotten would be a setting that silently does nothing."""
+    other: dict[str, Any] = {
+        "output_dir": str(tmp_path / "other"), "train_tokens": 77, "global_batch_tokens": 2_048, "bf16": "true",
+        "per_device_train_batch_size": 3, "per_device_eval_batch_size": 5, "learning_rate": 0.5, "min_lr_ratio": 0.5,
+        "warmup_steps": 9, "weight_decay": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.5, "adam_epsilon": 0.5,
+        "max_grad_norm": 0.5, "torch_compile": "true", "gradient_checkpointing": "true", "use_cpu": "true",
+        "logging_steps": 9, "eval_steps": 9, "save_steps": 9, "save_minutes": 9, "save_total_limit": 9,
+        "resume_from_checkpoint": "auto", "report_to": "tensorboard", "run_name": "other", "seed": 9,
+    }  # fmt: skip
+    not_arguments = {"cpu_threads"}  # given to torch itself, tested below
+    assert set(other) | not_arguments == {field.name for field in dataclasses.fields(TrainingSection)}
+    base = ["--cpu_threads", "1", "--bf16", "false"]
+    plain = training_arguments(load_config(None, [*base, "--output_dir", str(tmp_path)]))
+    unchanged = []
+    for key, value in other.items():
+        changed = training_arguments(load_config(None, [*base, "--output_dir", str(tmp_path), f"--{key}", str(value)]))
+        names = (field.name for field in dataclasses.fields(LMTrainingArguments))
+        if all(getattr(plain, name) == getattr(changed, name) for name in names):
+            unchanged.append(key)
+    assert unchanged == (["use_cpu"] if plain.use_cpu else [])

@@ -34,7 +34,9 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key not in clocks} for row in rows]
 
 
-def test_a_run_resumed_at_any_update_ends_bit_for_bit_as_the_uninterrupted_one(make_trainer: Make, tmp_path: Path) -> None:
+def test_a_run_resumed_at_any_update_ends_bit_for_bit_as_the_uninterrupted_one(
+    make_trainer: Make, tmp_path: Path
+) -> None:
     """Dropout, validation, epoch borders (177 windows an epoch, 8 an update) and a partial last update are crossed."""
     whole = make_trainer("whole", **RUN)
     whole.train()
@@ -66,7 +68,9 @@ def test_an_interrupted_save_is_passed_over_and_named(make_trainer: Make) -> Non
     folder, passed_over = select_checkpoint(trainer.output_dir, "auto")
     assert folder is not None
     assert folder.name == "checkpoint-00000012"
-    assert passed_over == ["checkpoint-00000099 was passed over: it has no manifest.json, so its saving was not finished"]
+    assert passed_over == [
+        "checkpoint-00000099 was passed over: it has no manifest.json, so its saving was not finished"
+    ]
     with pytest.raises(CheckpointError, match="cannot be resumed from"):
         select_checkpoint(trainer.output_dir, str(broken))
 
@@ -91,7 +95,13 @@ def test_a_flipped_byte_in_any_file_is_found(make_trainer: Make) -> None:
 
 
 def test_rotation_follows_the_integer_step_not_the_name_or_the_time(tmp_path: Path) -> None:
-    for name in ("checkpoint-9900", "checkpoint-10000", "checkpoint-00000500", "checkpoint-final", ".tmp-checkpoint-1-ab"):
+    for name in (
+        "checkpoint-9900",
+        "checkpoint-10000",
+        "checkpoint-00000500",
+        "checkpoint-final",
+        ".tmp-checkpoint-1-ab",
+    ):
         (tmp_path / name).mkdir()
     removed = rotate_checkpoints(tmp_path, 1)
     assert [path.name for path in removed] == ["checkpoint-00000500", "checkpoint-9900"]

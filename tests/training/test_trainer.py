@@ -138,7 +138,7 @@ def test_the_last_update_is_partial_to_the_token(make_trainer: Make) -> None:
     trainer.train()
     rows = read_rows(trainer.output_dir / "metrics.jsonl")
     assert [row["supervised_tokens"] for row in rows] == [*range(256, 1793, 256), budget]
-    batches = list(trainer.get_train_dataloader(7))[0]
+    batches = next(iter(trainer.get_train_dataloader(7)))
     kept = [int((batch["shift_labels"] != -100).sum()) for batch in batches]
     assert kept == [64, 37, 0, 0]  # micro-batches of 2 x 32: 101 = 64 + 37
     flat = torch.cat([batch["shift_labels"].flatten() for batch in batches])
@@ -259,8 +259,10 @@ def test_rows_and_callbacks_see_every_update(make_trainer: Make) -> None:
     ]  # fmt: skip
     rows = read_rows(trainer.output_dir / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
-    needed = "step supervised_tokens loss learning_rate grad_norm clipped seconds tokens_per_second flops_per_second mfu wall_seconds"
-    assert list(rows[0]) == needed.split()
+    assert list(rows[0]) == [
+        "step", "supervised_tokens", "loss", "learning_rate", "grad_norm", "clipped", "seconds", "tokens_per_second",
+        "flops_per_second", "mfu", "wall_seconds",
+    ]  # fmt: skip
     assert [row["step"] for row in rows if "eval_loss" in row] == [4, 6]
 
 

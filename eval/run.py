@@ -1,0 +1,14 @@
+"""Score a model on the validation text of a pack: `hf-tinylm eval`, as a script.
+
+python eval/run.py runs/demo/pretrain/final --config demo
+python eval/run.py runs/demo/pretrain/final --config demo --json
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hf_tinylm.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["eval", *sys.argv[1:]]))

@@ -1,0 +1,183 @@
+"""The commands, called as the console script calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_tinylm.cli import build_parser, main
+from hf_tinylm.demo import run_demo, summary_lines
+
+COMMANDS = [
+    *("tokenizer train", "tokenizer audit", "prepare", "inspect", "eval", "sample", "export", "verify-gguf", "where"),
+    "demo",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the tiny configuration."""
+    from runpy import run_path
+
+    from hf_tinylm.files import bundled
+
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    recipe = run_path(str(bundled("recipes", "pretrain.py")))["main"]
+    assert recipe(["--config", str(tiny_config), "--output_dir", str(folder), "--gguf", "f32"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        build_parser().parse_args([*command.split(), "--help"])
+    assert end.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"example: hf-tinylm {command}" in shown or "example: accelerate launch" in shown
+
+
+def test_an_unknown_command_and_an_unknown_option_end_with_2() -> None:
+    for arguments in (["trian"], ["where", "recipes", "--loud"], []):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 2
+
+
+def test_tokenizer_train_prepare_and_inspect(
+    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, shards = str(tmp_path / "tokenizer"), str(tmp_path / "shards")
+    shared = ["--config", str(tiny_config), "--tokenizer_path", tokenizer]
+    assert main(["tokenizer", "train", *shared, "--vocab_size", "400"]) == 0
+    assert "tokenizer of 400 tokens" in capsys.readouterr().out
+    assert main(["prepare", *shared, "--shards", shards, "--json"]) == 0
+    manifest = json.loads(capsys.readouterr().out)
+    assert manifest["vocab_size"] == 400
+    assert main(["inspect", shards, "--tokenizer", tokenizer, "--json", "--windows", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    needed = "ids documents vocab_size dtype tokenizer_sha256 separator sources duplicates dropped"
+    assert set(needed.split()) <= set(found)
+    assert len(found["windows"]) == 2
+    assert all(window["input"][5:40] in window["target"] for window in found["windows"])
+    assert main(["inspect", shards, "--tokenizer", tokenizer]) == 0
+    assert "prose:" in capsys.readouterr().out
+    assert main(["inspect", shards, "--tokenizer", str(tiny_config.parent / "tokenizer")]) == 2
+    assert "another tokenizer" in capsys.readouterr().err
+
+
+def test_tokenizer_audit_reports_bytes_per_token(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = str(tiny_config.parent / "tokenizer")
+    assert main(["tokenizer", "audit", tokenizer, "--config", str(tiny_config), "--compare", tokenizer, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    assert report["compare"][tokenizer]["bytes_per_token"] == report["bytes_per_token"] > 1
+    assert main(["tokenizer", "audit", tokenizer, "--config", str(tiny_config)]) == 0
+    assert "every byte value and every string comes back unchanged" in capsys.readouterr().out
+
+
+def test_eval_gives_the_loss_of_the_run_beside_baselines(
+    tiny_config: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(trained / "final"), "--config", str(tiny_config), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) >= {"model", "suite", "items", "results"}
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if "eval_loss" in row][-1]
+    assert report["results"]["loss"]["value"] == pytest.approx(last["eval_loss"], abs=1e-5)
+    assert report["results"]["bits_per_byte"]["value"] == pytest.approx(last["bits_per_byte"], abs=1e-5)
+    assert report["results"]["kneser_ney_bigram_loss"]["value"] < report["results"]["unigram_loss"]["value"]
+    assert main(["eval", str(trained / "final"), "--config", str(tiny_config)]) == 0
+    assert "kneser_ney_bigram_bits_per_byte" in capsys.readouterr().out
+
+
+def test_sample_is_greedy_at_temperature_zero_and_reads_checkpoints(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--prompt", "Emma", "--temperature", "0", "--max_new_tokens", "8"]
+    texts = []
+    for model in (trained / "final", trained / "checkpoint-00000006"):
+        assert main(["sample", str(model), *options]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("Emma")
+
+
+def test_export_of_a_checkpoint_equals_the_final_folder(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["export", str(trained / "checkpoint-00000006"), "--output_dir", str(tmp_path / "out"), "--gguf", "f32"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gguf"]["f32"]["path"] == str(tmp_path / "out" / "out-F32.gguf")
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (trained / "final" / name).read_bytes()
+    assert main(command) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_verify_gguf_passes_on_the_run_and_fails_on_another_model(
+    tiny_config: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gguf = str(trained / "run-F32.gguf")
+    assert main(["verify-gguf", gguf, "--against", str(trained / "final"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    needed = "ok token_mismatches strings max_logit_difference greedy_equal template_equal"
+    assert set(needed.split()) <= set(report)
+    assert report["ok"] is True
+    assert main(["export", str(trained / "checkpoint-00000002"), "--output_dir", str(tmp_path / "other")]) == 0
+    assert main(["verify-gguf", gguf, "--against", str(tmp_path / "other")]) == 1
+    assert "does not match" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sample", "missing"],
+        ["export", "missing", "--output_dir", "out"],
+        ["eval", "missing", "--config", "demo"],
+        ["inspect", "missing"],
+        ["verify-gguf", "missing.gguf", "--against", "missing"],
+        ["prepare", "--config", "missing"],
+        ["tokenizer", "audit", "missing/tokenizer/folder", "--config", "demo"],
+    ],
+)
+def test_a_missing_path_is_one_line_that_names_it(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1
+    assert error[0].startswith("error: ")
+    assert "missing" in error[0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_runs_end_to_end_when_scaled_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Too short to beat the bigram, so the exit code says 1; every stage runs, and llama.cpp agrees."""
+    monkeypatch.chdir(tmp_path)
+    overrides = ["--train_tokens", "40_960", "--global_batch_tokens", "4096", "--warmup_steps", "2"]
+    overrides += [
+        "--hidden_size",
+        "64",
+        "--intermediate_size",
+        "128",
+        "--num_hidden_layers",
+        "2",
+        "--vocab_size",
+        "512",
+    ]
+    assert run_demo(overrides) == 1
+    summary = json.loads((tmp_path / "runs" / "demo" / "pretrain" / "summary.json").read_text())
+    assert summary["continuations_equal"] is True
+    assert summary["loss"] > summary["kneser_ney_bigram_loss"]
+    assert summary["first_20_losses"]["min"] <= summary["first_20_losses"]["mean"] <= summary["first_20_losses"]["max"]
+    shown = capsys.readouterr().out
+    assert all(line in shown for line in summary_lines(summary) if line)
+    assert run_demo(overrides) == 1  # nothing is trained again
