@@ -102,6 +102,7 @@ class TrainingSection:
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     bf16: bool | Literal["auto"] = "auto"  # auto: where the device multiplies bf16 matrices fast
+    fp16: bool = False  # with a gradient scaler, for GPUs without bf16
     torch_compile: bool = False
     gradient_checkpointing: bool = False
     use_cpu: bool = False
@@ -110,8 +111,21 @@ class TrainingSection:
     eval_steps: int | None = None
     save_steps: int | None = None
     save_minutes: float | None = 30.0
-    save_total_limit: int | None = 3
+    save_total_limit: int | None = 3  # newest checkpoints kept; milestones and the best one stay besides
+    save_best: bool = False  # also save whenever a validation is the best so far
+    milestone_steps: int | None = None  # checkpoints at multiples of this are never removed
+    save_in_background: bool = True
     resume_from_checkpoint: str | None = None  # a checkpoint folder, or auto
+    init_from: str | None = None  # start a new run from the weights of a checkpoint or model folder
+    init_optimizer: bool = False  # and from the optimizer's moments of that checkpoint
+    nonfinite: Literal["stop", "skip"] = "stop"  # what a loss or gradient that is not finite does
+    nonfinite_limit: int = 10  # skipped updates after which the run stops all the same
+    stop_after_updates: int | None = None  # budgets of one invocation: end after a save, exit code 3
+    max_hours: float | None = None
+    max_cost: float | None = None
+    price_per_hour: float | None = None  # money per hour of wall time, any currency
+    note: str | None = None  # kept in run.json: why this run
+    expect: str | None = None  # and what is expected of it
     report_to: list[str] = field(default_factory=list)
     run_name: str | None = None
     seed: int = 42
@@ -156,6 +170,8 @@ SECTION_OF_KEY: dict[str, str] = {
 
 def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML config (a path, or the name of a bundled one) and apply `--key value` overrides.
+
+    The run.json of a run is a config too: it starts the run again.
 
     Raises:
         ConfigError: the file is missing, is not YAML, has an unknown key, or a value of the wrong type.
@@ -251,7 +267,8 @@ _ABOVE_ZERO = {
     "training": (
         *("train_tokens", "global_batch_tokens", "per_device_train_batch_size", "per_device_eval_batch_size"),
         *("learning_rate", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "save_minutes"),
-        *("save_total_limit", "cpu_threads"),
+        *("save_total_limit", "cpu_threads", "milestone_steps", "nonfinite_limit", "stop_after_updates", "max_hours"),
+        *("max_cost", "price_per_hour"),
     ),
     "evaluation": ("eval_tokens",),
 }
@@ -282,6 +299,11 @@ def check_config(config: RunConfig) -> None:
         value = _value_of(config, key)
         if not low <= value <= high:
             raise ConfigError(f"{key}={value} must be {f'{low} to {high}' if high < math.inf else f'{low} or more'}.")
+    training = config.training
+    if training.max_cost is not None and training.price_per_hour is None:
+        raise ConfigError(f"max_cost={training.max_cost:g} needs a price. Give it: --price_per_hour 1.10.")
+    if training.init_optimizer and training.init_from is None:
+        raise ConfigError("init_optimizer is true, but init_from names no checkpoint. Give it: --init_from DIR.")
     _check_heads(config.model)
     _check_lengths(config)
     names = [source.name for source in config.data.sources]
@@ -351,6 +373,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is {error}") from error
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} holds no sections; the sections are {', '.join(SECTIONS)}.")
+    if path.suffix == ".json" and "identity" in values:  # run.json: what a run was started with
+        values = values.get("config") or {}
+        if not values:
+            raise ConfigError(f"{path} holds no configuration: its run was started without one. Give a YAML file.")
     return dict(values)
 
 

@@ -14,6 +14,7 @@ from .files import read_json, write_json
 RUN_FILE = "run.json"
 DONE_FILE = "DONE.json"
 FORMAT_VERSION = 1
+_LONGEST_DIFF = 200_000  # characters
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
 
 
@@ -100,5 +101,7 @@ def _git_state() -> dict[str, Any]:
 
     commit = git("rev-parse", "HEAD")
     if commit is None:
-        return {"git_commit": None, "git_dirty": None}
-    return {"git_commit": commit, "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+        return {"git_commit": None, "git_dirty": None, "git_diff": None}
+    changes = git("diff", "HEAD")
+    diff = None if not changes else changes if len(changes) <= _LONGEST_DIFF else f"{changes[:_LONGEST_DIFF]}\n[cut]"
+    return {"git_commit": commit, "git_dirty": bool(changes), "git_diff": diff}

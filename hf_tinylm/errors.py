@@ -9,7 +9,8 @@
     ├── CheckpointError           1   a checkpoint is missing, damaged or does not fit
     ├── TrainingError             1   the run itself failed (a loss that is not finite, a full disk)
     ├── ExportError               1   a model cannot be written in the asked form
-    └── VerificationError         1   a written file does not do what its model does
+    ├── VerificationError         1   a written file does not do what its model does
+    └── RunStopped            3, 128+n   a run ended early, after a clean save: a budget, or signal n
 
 Every message is one line that says what was given, what was needed and what to type next.
 """
@@ -67,6 +68,17 @@ class ExportError(TinyLMError):
     """A model cannot be written in the asked form."""
 
 
+class RunStopped(TinyLMError):
+    """A run ended before its last update, on request and after a clean save.
+
+    Exit code 3 when a budget of updates, time or money ended it, 128 + n for signal n (130 SIGINT, 143 SIGTERM).
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class VerificationError(TinyLMError):
     """A written file does not do what its model does."""
 
@@ -79,5 +91,6 @@ def exit_with_error_line(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except TinyLMError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        kind = "stopped" if isinstance(error, RunStopped) else "error"
+        print(f"{kind}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return error.exit_code

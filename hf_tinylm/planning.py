@@ -6,6 +6,7 @@ Units: parameters and tokens are counts (a token is a supervised target), sizes 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .config import ModelSection, TrainingSection, nearest_multiple
@@ -169,6 +170,11 @@ def plan_of_config(
     return plan_updates(
         budget, training.global_batch_tokens, sequence_length, training.per_device_train_batch_size, world_size
     )
+
+
+def export_bytes(shape: ModelShape, kinds: Sequence[str]) -> int:
+    """About how many bytes the GGUF files of these types take together."""
+    return sum({"f32": 4, "f16": 2}[kind] * shape.parameters for kind in kinds)
 
 
 def uniform_loss(vocab_size: int) -> float:

@@ -17,10 +17,13 @@ import sys
 
 from hf_tinylm.config import load_config
 from hf_tinylm.errors import exit_with_error_line
+from hf_tinylm.planning import export_bytes
+from hf_tinylm.training.interrupt import INTERRUPT
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the recipe; the exit code."""
+    INTERRUPT.install()  # a signal ends the run cleanly, from the first moment on
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -54,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         token_bytes=pack.token_bytes,
         run_facts=pack.identity,
         run_config=config.to_dict(),
+        export_bytes=export_bytes(model.config.shape, config.export.gguf),
     )
     trainer.train()
 

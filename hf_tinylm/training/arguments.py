@@ -20,7 +20,7 @@ from ..errors import ConfigError
 HONOURED = frozenset(
     """
     output_dir per_device_train_batch_size per_device_eval_batch_size learning_rate warmup_steps weight_decay adam_beta1
-    adam_beta2 adam_epsilon max_grad_norm bf16 tf32 torch_compile torch_compile_backend torch_compile_mode
+    adam_beta2 adam_epsilon max_grad_norm bf16 fp16 tf32 torch_compile torch_compile_backend torch_compile_mode
     activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
     use_cache logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica
     disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy
@@ -42,7 +42,6 @@ REFUSED: dict[str, str] = {
     "optim_args": "the optimizer is AdamW (fused where the device has it)",
     "optim_target_modules": "the optimizer is AdamW over all weights",
     "label_smoothing_factor": "the loss is plain cross-entropy",
-    "fp16": "use bf16, or float32",
     "fp16_full_eval": "evaluation uses the precision of training",
     "bf16_full_eval": "evaluation uses the precision of training",
     "use_liger_kernel": "the model is not patched",
@@ -101,7 +100,20 @@ class LMTrainingArguments(TrainingArguments):
     train_tokens: int | Literal["epoch"] = "epoch"
     min_lr_ratio: float = 0.1
     save_minutes: float | None = None
+    save_best: bool = False
+    milestone_steps: int | None = None
+    save_in_background: bool = True
     eval_tokens: int = 1_048_576
+    init_from: str | None = None
+    init_optimizer: bool = False
+    nonfinite: Literal["stop", "skip"] = "stop"
+    nonfinite_limit: int = 10
+    stop_after_updates: int | None = None
+    max_hours: float | None = None
+    max_cost: float | None = None
+    price_per_hour: float | None = None
+    note: str | None = None
+    expect: str | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(TrainingArguments):
@@ -156,8 +168,9 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
     use_cpu = training.use_cpu or not accelerator_present()
     if use_cpu:
         torch.set_num_threads(cpu_threads(training.cpu_threads))
-    bf16 = multiplies_bf16(use_cpu) if training.bf16 == "auto" else training.bf16
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "no"  # the config decides, not the launcher
+    bf16 = multiplies_bf16(use_cpu) and not training.fp16 if training.bf16 == "auto" else training.bf16
+    precision = "fp16" if training.fp16 else "bf16" if bf16 else "no"
+    os.environ["ACCELERATE_MIXED_PRECISION"] = precision  # the config decides, not the launcher
     values: dict[str, Any] = {
         "output_dir": training.output_dir,
         "train_tokens": training.train_tokens,
@@ -181,8 +194,7 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
         "eval_tokens": config.evaluation.eval_tokens,
         "save_strategy": "steps" if training.save_steps else "no",
         "save_steps": training.save_steps or 500,
-        "save_minutes": training.save_minutes,
-        "save_total_limit": training.save_total_limit,
+        **{name: getattr(training, name) for name in _SAME_NAME},
         "report_to": training.report_to or "none",
         "run_name": training.run_name,
         "resume_from_checkpoint": training.resume_from_checkpoint,
@@ -192,6 +204,13 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
         names = {field.name for field in dataclasses.fields(TrainingArguments)}
         values["activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"] = True
     return LMTrainingArguments(**values)
+
+
+_SAME_NAME = (
+    *("save_minutes", "save_total_limit", "save_best", "milestone_steps", "save_in_background", "init_from"),
+    *("init_optimizer", "nonfinite", "nonfinite_limit", "stop_after_updates", "max_hours", "max_cost"),
+    *("price_per_hour", "note", "expect", "fp16"),
+)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

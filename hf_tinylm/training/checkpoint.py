@@ -44,8 +44,14 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     """Checkpoint folders of a run by their integer step, oldest first."""
     if not output_dir.is_dir():
         return []
-    found = [(int(m.group(1)), p) for p in output_dir.iterdir() if p.is_dir() and (m := _NAME.match(p.name))]
-    return [path for _, path in sorted(found)]
+    return sorted((path for path in output_dir.iterdir() if path.is_dir() and _NAME.match(path.name)), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The update that a checkpoint folder is named after."""
+    found = _NAME.match(folder.name)
+    assert found, f"{folder} is not named as a checkpoint"
+    return int(found.group(1))
 
 
 def write_checkpoint(output_dir: Path, snapshot: Snapshot) -> Path:
@@ -141,13 +147,37 @@ def read_checkpoint(folder: Path) -> Snapshot:
         raise CheckpointError(f"{folder} cannot be read ({error}).") from error
 
 
-def rotate_checkpoints(output_dir: Path, keep: int | None) -> list[Path]:
-    """Remove the oldest checkpoints beyond `keep` (None: all stay), by integer step, and leftovers of broken saves."""
+def rotate_checkpoints(output_dir: Path, keep: int | None, milestone_steps: int | None = None) -> list[Path]:
+    """Remove checkpoints beyond the newest `keep` (None: all stay), and what broken saves left; the folders removed.
+
+    Order is by integer step. Multiples of `milestone_steps` stay, and so does the one with the lowest validation loss
+    among those whose update was evaluated.
+    """
     for leftover in output_dir.glob(f"{TEMPORARY_PREFIX}checkpoint-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     folders = list_checkpoints(output_dir)
-    removed = folders[: max(0, len(folders) - keep)] if keep is not None else []
-    for folder in removed:
+    if keep is None:
+        return []
+    best = best_checkpoint(folders)
+    removed = []
+    for folder in folders[: max(0, len(folders) - keep)]:
+        milestone = milestone_steps is not None and step_of(folder) % milestone_steps == 0
+        if milestone or folder == best:
+            continue
         (folder / MANIFEST).unlink(missing_ok=True)  # first, so that a half-removed folder never looks whole
         shutil.rmtree(folder)
+        removed.append(folder)
     return removed
+
+
+def best_checkpoint(folders: list[Path]) -> Path | None:
+    """The checkpoint with the lowest validation loss at its own update; the earliest of equals."""
+    losses = []
+    for folder in folders:
+        try:
+            loss = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["eval_loss"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # a damaged checkpoint cannot be the best one
+        if loss is not None:
+            losses.append((float(loss), step_of(folder), folder))
+    return min(losses)[2] if losses else None

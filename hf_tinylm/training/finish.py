@@ -20,7 +20,7 @@ def run_summary(trainer: LMTrainer) -> dict[str, str]:
         "training tokens (supervised)": f"{trainer.supervised_tokens:,}",
         "updates": f"{trainer.state.global_step:,} of {trainer.plan.global_batch_tokens:,} tokens",
     }
-    evaluations = [row for row in trainer.metrics_log.rows() if "eval_loss" in row]
+    evaluations = [row for row in trainer.record.metrics.rows() if "eval_loss" in row]
     if evaluations:
         last = evaluations[-1]
         found["validation loss"] = f"{last['eval_loss']:.4f} nats per token over {last['eval_tokens']:,} tokens"
@@ -38,7 +38,8 @@ def write_done(trainer: LMTrainer, final: Path) -> dict[str, Any]:
         "final_weights_sha256": {path.name: sha256_of_file(path) for path in sorted(final.glob("*.safetensors"))},
         "last_checkpoint": manifest.parent.name,
         "last_checkpoint_manifest_sha256": sha256_of_file(manifest),
+        "clocks": trainer.record.clocks.report(trainer.supervised_tokens, trainer.args.price_per_hour),
     }
-    trainer.events.add("finished", trainer.state.global_step, supervised_tokens=trainer.supervised_tokens)
+    trainer.record.events.add("finished", trainer.state.global_step, supervised_tokens=trainer.supervised_tokens)
     write_json(trainer.output_dir / DONE_FILE, done)
     return done

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
-from ..contract import RUN_FILE, check_contract, new_contract, write_contract
-from ..errors import CheckpointError, ConfigError, TrainingError
+from ..errors import ConfigError, RunStopped, TrainingError
 from ..files import refuse_folder_in_use
 from ..modeling.loss import IGNORE_INDEX
 from ..modeling.model import TinyLMForCausalLM
@@ -28,19 +27,19 @@ from ..modeling.stock import save_stock_model
 from ..planning import UpdatePlan, plan_updates
 from .arguments import LMTrainingArguments
 from .callbacks import ProgressBar
-from .checkpoint import (
-    Snapshot,
-    read_checkpoint,
-    rotate_checkpoints,
-    select_checkpoint,
-    write_checkpoint,
-)
-from .metrics import EVENTS, METRICS, Events, JsonLines, peak_flops
-from .optimizer import adamw, load_optimizer_tensors, optimizer_tensors
-from .random_state import random_tensors, restore_random, undisturbed_random
+from .clocks import budget_reached, synchronise
+from .interrupt import INTERRUPT
+from .metrics import peak_flops
+from .nonfinite import describe_failure
+from .optimizer import adamw
+from .random_state import restore_random, undisturbed_random
+from .record import RunRecord
 from .schedule import CosineSchedule
 from .update import Update, UpdateResult
 from .validation import validate
+
+# A float16 gradient that still overflows after so many halvings of the scale is not an overflow of the scale.
+OVERFLOW_LIMIT = 40
 
 
 class LMTrainer(Trainer):
@@ -56,6 +55,7 @@ class LMTrainer(Trainer):
         token_bytes: (V,) bytes of each token, for bits per byte; without it that number is left out.
         run_facts: what else identifies the run, such as hashes of its data; kept in run.json and compared on resume.
         run_config: the resolved configuration that would start this run again; kept in run.json.
+        export_bytes: what will be written beside the checkpoints after the run, for the check of the disk.
 
     Raises:
         ConfigError: a batch that does not divide, a run too short for its warmup, an output folder in use.
@@ -78,6 +78,7 @@ class LMTrainer(Trainer):
         token_bytes: np.ndarray | None = None,
         run_facts: dict[str, Any] | None = None,
         run_config: dict[str, Any] | None = None,
+        export_bytes: int = 0,
     ) -> None:
         if not isinstance(args, LMTrainingArguments):
             raise ConfigError(f"LMTrainer needs LMTrainingArguments, not {type(args).__name__}.")
@@ -85,7 +86,7 @@ class LMTrainer(Trainer):
         self.schedule = CosineSchedule(args.learning_rate, args.min_lr_ratio, int(args.warmup_steps), self.plan.updates)
         self.output_dir = Path(str(args.output_dir))
         self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
-        self.run_facts, self.run_config = run_facts or {}, run_config
+        self.run_facts, self.run_config, self.export_bytes = run_facts or {}, run_config, export_bytes
         if args.process_index == 0 and not args.resume_from_checkpoint:
             refuse_folder_in_use(self.output_dir)
         super().__init__(
@@ -100,13 +101,11 @@ class LMTrainer(Trainer):
             self.remove_callback(stock_progress)
         if not args.disable_tqdm:
             self.add_callback(ProgressBar())
-        main = self.is_world_process_zero()
-        self.metrics_log = JsonLines(self.output_dir / METRICS, enabled=main)
-        self.events = Events(self.output_dir / EVENTS, enabled=main)
         self.supervised_tokens = 0
-        self.wall_seconds_before = 0.0
-        self.last_save_time = self.start_time = time.monotonic()
-        set_seed(args.seed, device_specific=True)  # after the constructor, which seeds for itself
+        self.skipped_batches = 0  # batches of windows passed over because their loss was not finite
+        self.evaluation_due = False  # the present update is still to be evaluated
+        self.random_state: dict[str, torch.Tensor] | None = None  # of the checkpoint that is resumed
+        self.record = RunRecord(self)
 
     # ---- Trainer's public methods -------------------------------------------------------------------------------
 
@@ -125,28 +124,21 @@ class LMTrainer(Trainer):
 
         Raises:
             ContractError: a resume whose settings are not those of the recorded run.
-            TrainingError: a loss or gradient that is not finite; nothing of that update was applied.
+            TrainingError: a loss or gradient that is not finite (nothing of that update was applied), a failed save.
+            RunStopped: a signal or a budget ended the run after a clean save.
         """
         if trial is not None or ignore_keys_for_eval or kwargs:
             raise ConfigError("LMTrainer.train takes resume_from_checkpoint only.")
-        self.start_time = self.last_save_time = time.monotonic()
         asked = resume_from_checkpoint or self.args.resume_from_checkpoint
-        model = self._prepare()
-        start = self._start_or_resume("auto" if asked is True else asked)
-        self.is_in_train = True
-        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
-        updates = Update(self.accelerator, model, self.optimizer, self.args.max_grad_norm)
-        losses = 0.0
-        try:
-            for number, batches in enumerate(self.get_train_dataloader(start), start):
-                losses += self._one_update(number, batches, updates)
-                if self.control.should_training_stop:
-                    break
-        finally:
-            self.is_in_train = False
-        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        done = max(1, self.state.global_step - start)
-        return TrainOutput(self.state.global_step, losses / done, {"train_loss": losses / done})
+        INTERRUPT.install()
+        with INTERRUPT.deferred():
+            model = self._prepare()
+            resumed = self.record.open("auto" if asked is True else asked)
+            try:
+                return self._run(model, resumed)
+            finally:
+                self.is_in_train = False
+                self.record.close()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW with decayed matrices and undecayed gains, float32 asserted."""
@@ -156,15 +148,17 @@ class LMTrainer(Trainer):
             self.optimizer = adamw(model or self.model, args.learning_rate, betas, args.adam_epsilon, args.weight_decay)
         return self.optimizer
 
-    def get_train_dataloader(self, start: int = 0) -> Iterator[list[dict[str, torch.Tensor]]]:  # type: ignore[override]
-        """For each update from `start` on, this process's micro-batches (input_ids, shift_labels), on the host."""
-        for number in range(start, self.plan.updates):
-            yield [self._micro_batch(number, row) for row in range(self.plan.gradient_accumulation_steps)]
+    def get_train_dataloader(self) -> Iterator[list[dict[str, torch.Tensor]]]:  # type: ignore[override]
+        """This process's micro-batches (`input_ids`, `shift_labels`), on the host, of each update that is left."""
+        return (self._batches_of(number) for number in range(self.state.global_step, self.plan.updates))
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Mean loss in nats, and bits per byte, over the same fixed validation windows every time.
+
+        Returns:
+            The numbers; empty when a signal ended the evaluation, on every process.
 
         Raises:
             TrainingError: there is nothing to evaluate, or the loss is not finite.
@@ -172,15 +166,14 @@ class LMTrainer(Trainer):
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if dataset is None:
             raise TrainingError("There is no validation set to evaluate on. Pass eval_dataset.")
-        with undisturbed_random():
+        args = self.args
+        with undisturbed_random(), self.record.clocks.measure("evaluation_seconds"):
             found = validate(
-                self.accelerator,
-                self.model,
-                dataset,
-                self.args.eval_tokens,
-                self.args.per_device_eval_batch_size,
-                self.token_bytes,
-            )
+                self.accelerator, self.model, dataset, args.eval_tokens, args.per_device_eval_batch_size,
+                self.token_bytes, lambda: self.is_in_train and INTERRUPT.requested,
+            )  # fmt: skip
+        if found is None:
+            return {}
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -193,40 +186,164 @@ class LMTrainer(Trainer):
             save_stock_model(self.model, folder, self.processing_class)
         self.accelerator.wait_for_everyone()
 
-    # ---- one update ---------------------------------------------------------------------------------------------
+    # ---- the loop -----------------------------------------------------------------------------------------------
 
-    def _one_update(self, number: int, batches: list[dict[str, torch.Tensor]], updates: Update) -> float:
-        """Run update `number` (zero-based), record it, and evaluate and save where that is due; its loss."""
+    def _run(self, model: nn.Module, resumed: bool) -> TrainOutput:
+        self.is_in_train = True
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        start, clocks = self.state.global_step, self.record.clocks
+        updates = Update(self.accelerator, model, self.optimizer, self.args.max_grad_norm, self.scaler)
+        if self.accelerator.num_processes > 1:
+            updates.warm_up(self.train_dataset.batch(np.arange(self.plan.per_device_train_batch_size)))
+        set_seed(self.args.seed, device_specific=True)
+        if resumed and self.random_state is not None:
+            restore_random(self.random_state)
+        clocks.startup_seconds += clocks.invocation_seconds
+        self.last_save_time = time.monotonic()
+        if self.evaluation_due:
+            self._evaluate_and_record()
+        losses = 0.0
+        while self.state.global_step < self.plan.updates and not self.control.should_training_stop:
+            began = time.monotonic()
+            with clocks.measure("data_seconds"):
+                batches = self._batches_of(self.state.global_step)
+            losses += self._one_update(batches, updates, began, self.state.global_step - start)
+        self.record.close()
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        done = max(1, self.state.global_step - start)
+        return TrainOutput(self.state.global_step, losses / done, {"train_loss": losses / done})
+
+    def _one_update(
+        self, batches: list[dict[str, torch.Tensor]], updates: Update, began: float, done_before: int
+    ) -> float:
+        """Run the next update, record it, and evaluate, save and stop where that is due; its loss."""
+        number = self.state.global_step
         self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-        began = time.monotonic()
-        result = updates.run(batches, self.schedule(number))
-        if not result.finite:
-            raise self._not_finite(number, result)
+        result = self._attempt(batches, updates, done_before)
+        if not result.applied:
+            self._pass_over(number, result, batches)
+            return 0.0
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
-        seconds = time.monotonic() - began
-        self.state.global_step = number + 1
-        self.supervised_tokens += result.targets
-        self.state.epoch = self.state.global_step * self.plan.windows_per_update / len(self.train_dataset)
-        row = self._metrics_row(result, self.schedule(number), seconds)
-        self.metrics_log.append(row)
+        synchronise(self.args.device)
+        self._count(result, time.monotonic() - began)
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-        if self.control.should_log or self.state.global_step == self.plan.updates:
+        last = self.state.global_step == self.plan.updates
+        if self.control.should_log or last:
             self.control.should_log = False
-            self.log({k: v for k, v in row.items() if k != "step" and v is not None})
+            self.log({k: v for k, v in self._row.items() if k != "step" and v is not None})
+        eval_loss = None
         if self.control.should_evaluate:
             self.control.should_evaluate = False
-            self._evaluate_and_record()
-        if self._save_is_due():
+            eval_loss = self._evaluate_and_record()
+        stop, timed, failed = (bool(value) for value in result.requests)
+        stop = stop or self.evaluation_due  # an evaluation ends early only because of a signal
+        if self.control.should_save or timed or last or stop or self.control.should_training_stop:
             self.control.should_save = False
-            self._save_checkpoint_now()
+            self.record.save(self.evaluation_due, eval_loss)
+            self.last_save_time = time.monotonic()
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        if failed:
+            self.record.saver.wait()  # raises on the main process, which knows why
+            raise TrainingError("The main process could not write a checkpoint; its own error says why.")
+        if stop:
+            self._stop(done_before + 1)
         return result.loss
+
+    def _attempt(self, batches: list[dict[str, torch.Tensor]], updates: Update, done_before: int) -> UpdateResult:
+        """One update; with float16, tried again at a lower scale while its gradients overflow."""
+        rate = self.schedule(self.state.global_step)
+        for _ in range(OVERFLOW_LIMIT):
+            result = updates.run(batches, rate, self._requests(done_before + 1))
+            if not result.overflow:
+                break
+            self.record.events.add("warned", self.state.global_step, reason="float16 overflow, scale lowered")
+        return result
+
+    def _requests(self, done: int) -> tuple[float, float, float]:
+        """What this process asks of all: stop after this update, save for the time since the last, a failed write."""
+        args = self.args
+        budget = budget_reached(
+            self.record.clocks, done, args.stop_after_updates, args.max_hours, args.max_cost, args.price_per_hour
+        )
+        minutes = args.save_minutes
+        timed = minutes is not None and time.monotonic() - self.last_save_time >= 60 * minutes
+        self.record.lock.touch()
+        return float(INTERRUPT.requested or budget is not None), float(timed), float(self.record.saver.failed)
+
+    def _stop(self, done: int) -> NoReturn:
+        """End the invocation after a clean save: why, where, and how to go on."""
+        args, step = self.args, self.state.global_step
+        budget = budget_reached(
+            self.record.clocks, done, args.stop_after_updates, args.max_hours, args.max_cost, args.price_per_hour
+        )
+        reason, code = (
+            (INTERRUPT.name, INTERRUPT.exit_code) if INTERRUPT.requested else (budget or "another process", 3)
+        )
+        self.record.close()
+        self.record.events.add("interrupted", step, reason=reason)
+        raise RunStopped(
+            f"{reason} ended the run after update {step:,} of {self.plan.updates:,}; checkpoint-{step:08d} is "
+            f"saved in {self.output_dir}. Go on with --resume_from_checkpoint auto.",
+            code,
+        )
+
+    def _pass_over(self, number: int, result: UpdateResult, batches: list[dict[str, torch.Tensor]]) -> None:
+        """Record an update that was not applied, and stop the run unless it may be skipped."""
+        first = (number + self.skipped_batches) * self.plan.windows_per_update
+        rows = self.plan.per_device_train_batch_size
+        own = first + self.accelerator.process_index * self.plan.windows_per_process
+        windows = [own + batch * rows + row for batch in result.bad_batches for row in range(rows)]
+        facts = describe_failure(self.accelerator, windows, batches, result, self.processing_class)
+        skip = self.args.nonfinite == "skip" and self.skipped_batches < self.args.nonfinite_limit
+        self.record.events.add("nonfinite", number, action="skipped" if skip else "stopped", **facts)
+        if skip:
+            self.skipped_batches += 1
+            return
+        last = first + self.plan.windows_per_update - 1
+        where = ", ".join(f"{window:,}" for window in facts["windows"][:8]) or f"{first:,} to {last:,}"
+        good = self.record.last_checkpoint()
+        raise TrainingError(
+            f"Update {number + 1:,} has loss {result.loss} and gradient norm {result.grad_norm}; nothing of it was "
+            f"applied. Its windows with such a loss: {where}. The last good checkpoint is {good or 'none yet'}. See "
+            "events.jsonl and the windows (hf-tinylm inspect), lower learning_rate, or set nonfinite: skip."
+        )
+
+    def _count(self, result: UpdateResult, seconds: float) -> None:
+        """Advance the clocks by an applied update and write its row."""
+        clocks, plan = self.record.clocks, self.plan
+        rate = self.schedule(self.state.global_step)
+        self.state.global_step += 1
+        self.supervised_tokens += result.targets
+        self.state.epoch = self.state.global_step * plan.windows_per_update / len(self.train_dataset)
+        flops = self.model.config.shape.flops_per_token_with_attention(plan.sequence_length)
+        clocks.training_seconds += seconds
+        clocks.flops += flops * result.targets
+        per_second, peak = result.targets / seconds, peak_flops()
+        self._row = {
+            "step": self.state.global_step,
+            "supervised_tokens": self.supervised_tokens,
+            "loss": result.loss,
+            "learning_rate": rate,
+            "grad_norm": result.grad_norm,
+            "clipped": result.clipped,
+            "seconds": round(seconds, 6),
+            "tokens_per_second": round(per_second, 1),
+            "flops_per_second": round(flops * per_second),
+            "mfu": None if peak is None else flops * per_second / (peak * self.accelerator.num_processes),
+            "wall_seconds": round(clocks.wall_seconds, 3),
+        }
+        self.record.metrics.append(self._row)
+
+    def _batches_of(self, number: int) -> list[dict[str, torch.Tensor]]:
+        """This process's micro-batches of the zero-based update."""
+        return [self._micro_batch(number, row) for row in range(self.plan.gradient_accumulation_steps)]
 
     def _micro_batch(self, number: int, row: int) -> dict[str, torch.Tensor]:
         """Micro-batch `row` of update `number` on this process; targets beyond the token budget are masked."""
         plan, rows = self.plan, self.plan.per_device_train_batch_size
         first = self.accelerator.process_index * plan.windows_per_process + row * rows
         within = np.arange(first, first + rows)  # positions within the update, the same however many processes share it
-        batch = self.train_dataset.batch(number * plan.windows_per_update + within)
+        batch = self.train_dataset.batch((number + self.skipped_batches) * plan.windows_per_update + within)
         left = plan.tokens_of_update(number)
         if left < plan.global_batch_tokens:
             length = plan.sequence_length
@@ -234,47 +351,46 @@ class LMTrainer(Trainer):
             batch["shift_labels"] = batch["shift_labels"].masked_fill(beyond, IGNORE_INDEX)
         return batch
 
-    def _metrics_row(self, result: UpdateResult, learning_rate: float, seconds: float) -> dict[str, Any]:
-        flops = self.model.config.shape.flops_per_token_with_attention(self.plan.sequence_length)
-        rate = result.targets / seconds
-        peak = peak_flops()
-        return {
-            "step": self.state.global_step,
-            "supervised_tokens": self.supervised_tokens,
-            "loss": result.loss,
-            "learning_rate": learning_rate,
-            "grad_norm": result.grad_norm,
-            "clipped": result.clipped,
-            "seconds": round(seconds, 6),
-            "tokens_per_second": round(rate, 1),
-            "flops_per_second": round(flops * rate),
-            "mfu": None if peak is None else flops * rate / (peak * self.accelerator.num_processes),
-            "wall_seconds": round(self._wall_seconds(), 3),
-        }
-
-    def _evaluate_and_record(self) -> None:
+    def _evaluate_and_record(self) -> float | None:
+        """Evaluate the present update and write its row; None, with `evaluation_due` set, when a signal ended it."""
         found = self.evaluate()
+        self.evaluation_due = not found
+        if not found:
+            return None
         row = {"step": self.state.global_step, "eval_loss": found["eval_loss"]}
         if "eval_bits_per_byte" in found:
             row["bits_per_byte"] = found["eval_bits_per_byte"]
-        self.metrics_log.append({**row, "eval_tokens": int(found["eval_tokens"])})
-        self.events.add("evaluated", self.state.global_step, eval_loss=found["eval_loss"])
+        self.record.metrics.append({**row, "eval_tokens": int(found["eval_tokens"])})
+        self.record.events.add("evaluated", self.state.global_step, eval_loss=found["eval_loss"])
+        if self._is_best(found) and self.args.save_best:
+            self.control.should_save = True
+        return found["eval_loss"]
 
-    def _not_finite(self, number: int, result: UpdateResult) -> TrainingError:
-        first = number * self.plan.windows_per_update
-        last = first + self.plan.windows_per_update - 1
-        self.events.add("warned", number, reason="not finite", windows=[first, last])
-        return TrainingError(
-            f"Update {number + 1:,} has loss {result.loss} and gradient norm {result.grad_norm}; "
-            "nothing of it was applied. "
-            f"Its windows are {first:,} to {last:,}. Look at them (hf-tinylm inspect), lower learning_rate, and resume "
-            f"with resume_from_checkpoint: auto."
-        )
+    def _is_best(self, metrics: dict[str, float]) -> bool:
+        """Whether this validation is the best so far, kept where Hugging Face's callbacks look for it."""
+        name = self.args.metric_for_best_model or "loss"
+        value = metrics[name if name.startswith("eval_") else f"eval_{name}"]
+        greater = bool(self.args.greater_is_better) if self.args.metric_for_best_model else False
+        best = self.state.best_metric
+        if best is not None and not (value > best if greater else value < best):
+            return False
+        self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+        return True
 
-    # ---- start, save, resume ------------------------------------------------------------------------------------
+    # ---- start --------------------------------------------------------------------------------------------------
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of float16, if that is the precision."""
+        return self.accelerator.scaler if self.args.fp16 else None
+
+    def stateful_callbacks(self) -> dict[str, Any]:
+        """Callbacks whose state belongs into a checkpoint, by class name."""
+        found: list[Any] = self.callback_handler.callbacks
+        return {type(callback).__name__: callback for callback in found if isinstance(callback, ExportableState)}
 
     def _prepare(self) -> nn.Module:
-        """Wrap the model for autocast, compilation and DDP once; create the optimizer."""
+        """Wrap the model for autocast, compilation and DDP once; create the optimizer and a fresh state."""
         args = self.args
         if self.model_wrapped is self.model:
             if args.gradient_checkpointing:
@@ -295,142 +411,15 @@ class LMTrainer(Trainer):
         self.model.train()
         self.callback_handler.model = self.model
         self.callback_handler.optimizer = self.optimizer
-        return self.model_wrapped
-
-    def _start_or_resume(self, asked: str | None) -> int:
-        """Write or check the contract, restore a checkpoint if asked, and give the first update to run."""
-        everyone: list[Any] = [*self.callback_handler.callbacks, self.control]
-        stateful: list[Any] = [callback for callback in everyone if isinstance(callback, ExportableState)]
         self.state = TrainerState(
             is_local_process_zero=self.is_local_process_zero(),
             is_world_process_zero=self.is_world_process_zero(),
-            stateful_callbacks=stateful,
+            stateful_callbacks=list(self.stateful_callbacks().values()),
         )
         self.state.max_steps = self.plan.updates
-        self.state.train_batch_size = self.args.per_device_train_batch_size
-        self.state.compute_steps(self.args, self.plan.updates)
-        contract = self._contract()
-        folder, passed_over = select_checkpoint(self.output_dir, asked) if asked else (None, [])
-        known = asked and (self.output_dir / RUN_FILE).is_file()
-        changed = check_contract(self.output_dir, contract) if known or folder is not None else []
-        if not known and self.is_world_process_zero():
-            refuse_folder_in_use(self.output_dir)
-            write_contract(self.output_dir, contract)
-        for line in passed_over:
-            self.events.add("warned", 0, reason=line)
-        if folder is not None:
-            return self._restore(folder, changed)
-        self.metrics_log.drop_after(0)
-        self.events.add("started", 0, updates=self.plan.updates, train_tokens=self.plan.train_tokens)
-        return 0
-
-    def _contract(self) -> dict[str, Any]:
-        args, plan = self.args, self.plan
-        identity = {
-            "model": self.model.config.identity,
-            "training": {
-                name: getattr(args, name)
-                for name in (
-                    "learning_rate",
-                    "min_lr_ratio",
-                    "warmup_steps",
-                    "weight_decay",
-                    "adam_beta1",
-                    "adam_beta2",
-                    "adam_epsilon",
-                    "max_grad_norm",
-                    "bf16",
-                    "seed",
-                )
-            }
-            | {"train_tokens": plan.train_tokens, "global_batch_tokens": plan.global_batch_tokens},
-            "data": {
-                "sequence_length": plan.sequence_length,
-                "window_order": getattr(self.train_dataset, "order", None),
-                "windows_per_epoch": len(self.train_dataset),
-                **self.run_facts,
-            },
-        }
-        execution = {
-            "processes": self.accelerator.num_processes,
-            "device": self.args.device.type,
-            "cpu_threads": torch.get_num_threads() if self.args.device.type == "cpu" else None,
-            "per_device_train_batch_size": plan.per_device_train_batch_size,
-            "torch_compile": args.torch_compile,
-        }
-        return new_contract(identity, execution, self.run_config, {})
-
-    def _restore(self, folder: Path, changed: list[str]) -> int:
-        snapshot = read_checkpoint(folder)
-        missing, unexpected = self.model.load_state_dict(snapshot.weights, strict=False)
-        tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
-        if unexpected or set(missing) - tied:
-            raise CheckpointError(f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}.")
-        load_optimizer_tensors(self.optimizer, self.model, snapshot.optimizer)
-        rank = self.accelerator.process_index
-        if len(snapshot.random_states) == self.accelerator.num_processes:
-            restore_random(snapshot.random_states[rank])
-        state = snapshot.trainer_state
-        self.state.global_step = int(state["step"])
-        self.state.epoch = state["epoch"]
-        self.supervised_tokens = int(state["supervised_tokens"])
-        self.wall_seconds_before = float(state["wall_seconds"])
-        dropped = self.metrics_log.drop_after(self.state.global_step)
-        facts = {"checkpoint": folder.name, "dropped_rows": dropped, "changed": changed}
-        self.events.add("resumed", self.state.global_step, **facts)
-        return self.state.global_step
-
-    def _save_is_due(self) -> bool:
-        minutes = self.args.save_minutes
-        timed = minutes is not None and time.monotonic() - self.last_save_time >= 60 * minutes
-        if self.accelerator.num_processes > 1:
-            flag = torch.tensor([float(timed)], device=self.args.device)
-            timed = bool(self.accelerator.reduce(flag, reduction="sum").item())
-        return self.control.should_save or timed or self.state.global_step == self.plan.updates
-
-    def _save_checkpoint_now(self) -> None:
-        began = time.monotonic()
-        states = self._gathered_random_states()
-        if self.is_world_process_zero():
-            folder = write_checkpoint(self.output_dir, self._snapshot(states))
-            rotate_checkpoints(self.output_dir, self.args.save_total_limit)
-            self.events.add(
-                "saved", self.state.global_step, checkpoint=folder.name, seconds=round(time.monotonic() - began, 3)
-            )
-        self.accelerator.wait_for_everyone()
-        self.last_save_time = time.monotonic()
-        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-
-    def _snapshot(self, random_states: list[dict[str, torch.Tensor]]) -> Snapshot:
-        weights = {
-            name: tensor.detach().to("cpu", copy=True)
-            for name, tensor in self.model.state_dict().items()
-            if not (name == "lm_head.weight" and self.model.config.tie_word_embeddings)
-        }
-        optimizer = {
-            name: tensor.detach().to("cpu", copy=True)
-            for name, tensor in optimizer_tensors(self.optimizer, self.model).items()
-        }
-        state = {
-            "step": self.state.global_step,
-            "epoch": self.state.epoch,
-            "supervised_tokens": self.supervised_tokens,
-            "next_window": self.state.global_step * self.plan.windows_per_update,
-            "wall_seconds": self._wall_seconds(),
-            "processes": self.accelerator.num_processes,
-        }
-        return Snapshot(self.state.global_step, self.model.config.to_dict(), weights, optimizer, random_states, state)
-
-    def _gathered_random_states(self) -> list[dict[str, torch.Tensor]]:
-        own = random_tensors()
-        if self.accelerator.num_processes == 1:
-            return [own]
-        gathered: list[Any] = [None] * self.accelerator.num_processes
-        torch.distributed.all_gather_object(gathered, own)
-        return gathered
-
-    def _wall_seconds(self) -> float:
-        return self.wall_seconds_before + time.monotonic() - self.start_time
+        self.state.train_batch_size = args.per_device_train_batch_size
+        self.state.compute_steps(args, self.plan.updates)
+        return self.model_wrapped
 
 
 def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:

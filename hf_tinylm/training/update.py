@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,16 +16,25 @@ from ..modeling.loss import count_targets
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an update did. `loss` is nats per target over all processes, `grad_norm` the norm before clipping."""
+    """What an update did. `loss` is nats per target over all processes, `grad_norm` the norm before clipping.
+
+    Attributes:
+        requests: the sums over processes of what each of them asked for.
+        bad_batches: this process's micro-batches whose loss was not finite.
+        overflow: float16 gradients overflowed at the present scale; the update is to be tried again at a lower one.
+    """
 
     loss: float
     targets: int
     grad_norm: float
     clipped: bool
+    requests: tuple[float, ...] = ()
+    bad_batches: list[int] = field(default_factory=list)
+    overflow: bool = False
 
     @property
-    def finite(self) -> bool:
-        """Whether the update was applied."""
+    def applied(self) -> bool:
+        """Whether weights and optimizer were changed."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
@@ -33,33 +43,70 @@ class Update:
 
     Every micro-batch's summed loss is divided by the targets of the whole update over all processes, so the result
     does not depend on how the batch was split; DDP averages over processes, which the factor `processes` undoes.
+
+    Args:
+        accelerator: gives `device`, `num_processes`, `no_sync(model)`, `reduce(tensor, reduction)`.
+        scaler: a gradient scaler for float16, or None.
     """
 
     def __init__(
-        self, accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float
+        self,
+        accelerator: Any,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
+        self.scaler = scaler
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def run(self, batches: list[dict[str, torch.Tensor]], learning_rate: float) -> UpdateResult:
-        """Accumulate gradients over `batches`, then step with `learning_rate`, or leave everything as it was."""
+    def run(
+        self, batches: list[dict[str, torch.Tensor]], learning_rate: float, requests: Sequence[float] = ()
+    ) -> UpdateResult:
+        """Accumulate gradients over `batches`, then step with `learning_rate`, or leave everything as it was.
+
+        Args:
+            requests: numbers of this process that travel with the agreement, such as "stop after this update".
+        """
         targets = self._targets_of_all(batches)
-        loss = self._accumulate(batches, targets)
+        losses = self._accumulate(batches, targets)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        loss_value, norm_value = self._agree(loss, norm)
+        loss, norm_value, agreed = self._agree(losses, norm, requests)
         clipped = self.max_grad_norm > 0 and norm_value > self.max_grad_norm
-        result = UpdateResult(loss_value, targets, norm_value, clipped)
-        if result.finite:
-            if self.max_grad_norm > 0:
-                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-            self.optimizer.step()
+        bad = [number for number, finite in enumerate(torch.isfinite(losses).tolist()) if not finite]
+        overflow = self.scaler is not None and math.isfinite(loss) and not math.isfinite(norm_value)
+        result = UpdateResult(loss, targets, norm_value, clipped, agreed, bad, overflow)
+        if result.applied:
+            self._commit(learning_rate, norm)
+        if self.scaler is not None and (result.applied or overflow):
+            self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return result
+
+    def warm_up(self, batch: dict[str, torch.Tensor]) -> None:
+        """A backward pass of zeros: DDP arranges its buckets after its first one, and sums then keep their order.
+
+        Without it the first update after a resume would add gradients of three or more processes in another order.
+        """
+        on_device = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
+        (self.model(**on_device, num_items_in_batch=1).loss * 0.0).backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _commit(self, learning_rate: float, norm: torch.Tensor) -> None:
+        if self.max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
 
     def _targets_of_all(self, batches: list[dict[str, torch.Tensor]]) -> int:
         own = sum(int(count_targets(batch["shift_labels"])) for batch in batches)
@@ -69,23 +116,35 @@ class Update:
         return int(self.accelerator.reduce(counted, reduction="sum").item())
 
     def _accumulate(self, batches: list[dict[str, torch.Tensor]], targets: int) -> torch.Tensor:
-        """Backward over all micro-batches, reducing over processes once; this process's share of the mean loss."""
+        """Backward over all micro-batches, reducing over processes once.
+
+        Returns:
+            (micro-batches,) float32: each one's share of the mean loss.
+        """
         processes = self.accelerator.num_processes
-        total = torch.zeros((), dtype=torch.float32, device=self.accelerator.device)
+        losses = []
         for position, batch in enumerate(batches):
             last = position == len(batches) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
                 on_device = {k: v.to(self.accelerator.device, non_blocking=True) for k, v in batch.items()}
-                loss = self.model(**on_device, num_items_in_batch=targets).loss
-                self.accelerator.backward(loss * processes if processes > 1 else loss)
-            total += loss.detach()
-        return total
+                loss = self.model(**on_device, num_items_in_batch=max(1, targets)).loss
+                scaled = loss * processes if processes > 1 else loss
+                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+            losses.append(loss.detach().float())
+        return torch.stack(losses)
 
-    def _agree(self, loss: torch.Tensor, norm: torch.Tensor) -> tuple[float, float]:
-        """The loss summed over processes and the gradient norm; not finite anywhere means not finite everywhere."""
-        pair = torch.stack((loss, norm.to(loss.dtype)))
+    def _agree(
+        self, losses: torch.Tensor, norm: torch.Tensor, requests: Sequence[float]
+    ) -> tuple[float, float, tuple[float, ...]]:
+        """The loss summed over processes, the gradient norm, the summed requests: one exchange.
+
+        Not finite anywhere is not finite everywhere; a loss that is not finite says so before a norm does.
+        """
+        loss = losses.sum()
+        own = [~torch.isfinite(loss), ~torch.isfinite(norm)]
+        row = torch.stack([torch.nan_to_num(loss), *(flag.to(loss.dtype) for flag in own)])
+        row = torch.cat((row, torch.tensor(requests, dtype=loss.dtype, device=loss.device)))
         if self.accelerator.num_processes > 1:
-            agreed = torch.stack((loss, (~torch.isfinite(pair)).any().to(loss.dtype)))
-            summed, bad = self.accelerator.reduce(agreed, reduction="sum").tolist()
-            return (math.nan if bad else summed), float(pair[1])
-        return float(pair[0]), float(pair[1])
+            row = self.accelerator.reduce(row, reduction="sum")
+        summed, bad_loss, bad_norm, *agreed = row.tolist()
+        return (math.nan if bad_loss else summed), (math.nan if bad_norm else float(norm)), tuple(agreed)

@@ -28,7 +28,7 @@ def test_every_field_of_training_arguments_is_honoured_or_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_steps", 10), ("num_train_epochs", 1.0), ("gradient_accumulation_steps", 4), ("fp16", True),
+        ("max_steps", 10), ("num_train_epochs", 1.0), ("gradient_accumulation_steps", 4),
         ("deepspeed", {}), ("warmup_steps", 0.1),
         ("fsdp", "full_shard"), ("auto_find_batch_size", True), ("optim", "adafactor"), ("label_smoothing_factor", 0.1),
         ("lr_scheduler_type", "constant"), ("load_best_model_at_end", True), ("logging_nan_inf_filter", False),
@@ -75,6 +75,9 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
         "max_grad_norm": 0.5, "torch_compile": "true", "gradient_checkpointing": "true", "use_cpu": "true",
         "logging_steps": 9, "eval_steps": 9, "save_steps": 9, "save_minutes": 9, "save_total_limit": 9,
         "resume_from_checkpoint": "auto", "report_to": "tensorboard", "run_name": "other", "seed": 9,
+        "fp16": "true", "save_best": "true", "milestone_steps": 9, "save_in_background": "false", "init_from": "other",
+        "init_optimizer": "true", "nonfinite": "skip", "nonfinite_limit": 9, "stop_after_updates": 9, "max_hours": 9.0,
+        "max_cost": 9.0, "price_per_hour": 9.0, "note": "other", "expect": "other",
     }  # fmt: skip
     not_arguments = {"cpu_threads"}  # given to torch itself, tested below
     assert set(other) | not_arguments == {field.name for field in dataclasses.fields(TrainingSection)}
@@ -82,7 +85,11 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
     plain = training_arguments(load_config(None, [*base, "--output_dir", str(tmp_path)]))
     unchanged = []
     for key, value in other.items():
-        changed = training_arguments(load_config(None, [*base, "--output_dir", str(tmp_path), f"--{key}", str(value)]))
+        together = (
+            ["--price_per_hour", "1"] if key == "max_cost" else ["--init_from", "x"] if key == "init_optimizer" else []
+        )
+        given = [*base, "--output_dir", str(tmp_path), f"--{key}", str(value), *together]
+        changed = training_arguments(load_config(None, given))
         names = (field.name for field in dataclasses.fields(LMTrainingArguments))
         if all(getattr(plain, name) == getattr(changed, name) for name in names):
             unchanged.append(key)

@@ -1,0 +1,274 @@
+"""What a run leaves in its folder, and how it is taken up again: contract, checkpoints, rows, clocks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..contract import RUN_FILE, check_contract, new_contract, write_contract
+from ..errors import CheckpointError, ContractError
+from ..files import read_json, refuse_folder_in_use, sha256_of_file
+from ..modeling.factory import load_model
+from .checkpoint import Snapshot, list_checkpoints, read_checkpoint, select_checkpoint
+from .clocks import Clocks
+from .folder import RunLock, check_disk
+from .metrics import EVENTS, METRICS, Events, JsonLines
+from .optimizer import load_optimizer_tensors, optimizer_tensors
+from .random_state import random_tensors
+from .saver import CheckpointSaver, HostCopies
+
+if TYPE_CHECKING:
+    from .trainer import LMTrainer
+
+# Arguments that decide the numbers of a run; all others may differ between its invocations.
+IDENTITY_ARGUMENTS = (
+    *("learning_rate", "min_lr_ratio", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("max_grad_norm", "bf16", "fp16", "nonfinite", "seed"),
+)
+# Execution whose change alters the order of floating-point sums.
+CHANGES_BITS = ("processes", "device", "cpu_threads", "per_device_train_batch_size", "torch_compile", "torch")
+
+
+class RunRecord:
+    """The files of one run, held by the trainer. Every method is called by all processes; the main one writes."""
+
+    def __init__(self, trainer: LMTrainer) -> None:
+        self.trainer = trainer
+        self.output_dir = trainer.output_dir
+        self.main = trainer.is_world_process_zero()
+        self.metrics = JsonLines(self.output_dir / METRICS, enabled=self.main)
+        self.events = Events(self.output_dir / EVENTS, enabled=self.main)
+        self.lock = RunLock(self.output_dir)
+        self.clocks = Clocks()
+        args = trainer.args
+        self.saver = CheckpointSaver(
+            self.output_dir, self.events, args.save_total_limit, args.milestone_steps, args.save_in_background
+        )
+
+    def open(self, asked: str | None) -> bool:
+        """Take the folder, write or check the contract, and restore what is asked; whether a checkpoint was restored.
+
+        Raises:
+            ContractError: the folder records another run, a finished one, or is being written.
+            CheckpointError: a checkpoint that was named is not whole.
+            ConfigError: a new run in a folder in use, or too little room on its disk.
+        """
+        folder, passed_over = select_checkpoint(self.output_dir, asked) if asked else (None, [])
+        known = bool(asked) and (self.output_dir / RUN_FILE).is_file()
+        contract = self._contract()
+        changed = check_contract(self.output_dir, contract) if known or folder is not None else []
+        if self.main:
+            if not known:
+                refuse_folder_in_use(self.output_dir)
+            check_disk(self.output_dir, *self._disk_needed())
+            trace = self.lock.acquire()
+            if not known:
+                write_contract(self.output_dir, contract)
+            self._tell(trace, passed_over, changed)
+        self.trainer.accelerator.wait_for_everyone()
+        if folder is not None:
+            self._restore(read_checkpoint(folder), folder, changed)
+            return True
+        thrown_away = self.metrics.rows() if self.main else []
+        self.metrics.drop_after(0)
+        self._initialise()
+        self.clocks.continue_from(Clocks().to_state() | {"wall_seconds": 0.0, "invocations": 0}, thrown_away, 0)
+        plan = self.trainer.plan
+        self.events.add("started", 0, updates=plan.updates, train_tokens=plan.train_tokens)
+        return False
+
+    def save(self, evaluation_due: bool, eval_loss: float | None) -> None:
+        """Save the state after the present update; the write goes on in the background."""
+        states = self._gathered_random_states()
+        with self.clocks.measure("saving_seconds"):
+            if self.main:
+                self.saver.save(lambda host: self._snapshot(host, states, evaluation_due, eval_loss))
+
+    def close(self) -> None:
+        """Wait for the write in flight and give the folder back."""
+        try:
+            if self.main:
+                with self.clocks.measure("saving_seconds"):
+                    self.saver.wait()
+        finally:
+            self.lock.release()
+
+    def last_checkpoint(self) -> str | None:
+        """Name of the newest checkpoint, after waiting for the write in flight."""
+        if self.main:
+            self.saver.wait()
+        folders = list_checkpoints(self.output_dir)
+        return folders[-1].name if folders else None
+
+    # ---- contract -----------------------------------------------------------------------------------------------
+
+    def _contract(self) -> dict[str, Any]:
+        trainer, args, plan = self.trainer, self.trainer.args, self.trainer.plan
+        identity = {
+            "model": trainer.model.config.identity,
+            "training": {name: getattr(args, name) for name in IDENTITY_ARGUMENTS}
+            | {"train_tokens": plan.train_tokens, "global_batch_tokens": plan.global_batch_tokens}
+            | self._lineage(),
+            "data": {
+                "sequence_length": plan.sequence_length,
+                "window_order": getattr(trainer.train_dataset, "order", None),
+                "windows_per_epoch": len(trainer.train_dataset),
+                **trainer.run_facts,
+            },
+        }
+        device = args.device.type
+        execution = {
+            "processes": trainer.accelerator.num_processes,
+            "device": device,
+            "cpu_threads": torch.get_num_threads() if device == "cpu" else None,
+            "per_device_train_batch_size": plan.per_device_train_batch_size,
+            "torch_compile": args.torch_compile,
+            "torch": torch.__version__,
+        }
+        return new_contract(identity, execution, trainer.run_config, {"note": args.note, "expect": args.expect})
+
+    def _lineage(self) -> dict[str, Any]:
+        """What a branched run started from, by content."""
+        source = self.trainer.args.init_from
+        if source is None:
+            return {}
+        folder = Path(source)
+        weights = {path.name: sha256_of_file(path) for path in sorted(folder.glob("*.safetensors"))}
+        parent = folder.parent / RUN_FILE
+        return {
+            "init_from": {
+                "path": str(folder),
+                "weights_sha256": weights,
+                "with_optimizer": self.trainer.args.init_optimizer,
+                "parent_identity": read_json(parent)["identity"] if parent.is_file() else None,
+            }
+        }
+
+    def _initialise(self) -> None:
+        """Start from the weights, and if asked the moments, of another run's checkpoint."""
+        args, trainer = self.trainer.args, self.trainer
+        if args.init_from is None:
+            return
+        folder = Path(args.init_from)
+        source = load_model(folder)
+        theirs, ours = source.config.identity, trainer.model.config.identity
+        for name in ("initializer_range", "attention_dropout", "max_position_embeddings"):
+            theirs.pop(name), ours.pop(name)
+        if theirs != ours:
+            raise ContractError(f"init_from {folder} is a model of another shape: it has {theirs}, this run {ours}.")
+        trainer.model.load_state_dict(source.state_dict())
+        if args.init_optimizer:
+            if not (folder / "optimizer.safetensors").is_file():
+                raise CheckpointError(
+                    f"init_optimizer needs a checkpoint folder; {folder} has no optimizer.safetensors."
+                )
+            snapshot = read_checkpoint(folder)
+            load_optimizer_tensors(trainer.optimizer, trainer.model, snapshot.optimizer)
+
+    def _tell(self, trace: str | None, passed_over: list[str], changed: list[str]) -> None:
+        """Say what is unusual about this start, on stderr and in the events."""
+        notices = [*([trace] if trace else []), *passed_over]
+        altered = [line for line in changed if line.split(":")[0] in CHANGES_BITS]
+        if altered:
+            notices.append(
+                f"Changed since the run was started: {'; '.join(altered)}. "
+                "It stays the same run, but its bits can no longer equal those of an uninterrupted one."
+            )
+        for notice in notices:
+            print(f"notice: {notice}", file=sys.stderr, flush=True)
+            self.events.add("warned", 0, reason=notice)
+
+    def _disk_needed(self) -> tuple[int, str]:
+        """Bytes that the run may still write, and what they are."""
+        trainer, args = self.trainer, self.trainer.args
+        shape = trainer.model.config.shape
+        saves = trainer.plan.updates // args.save_steps + 1 if args.save_strategy == "steps" else 1
+        if args.save_minutes is not None and args.save_total_limit is not None:
+            saves = max(saves, args.save_total_limit)
+        kept = saves if args.save_total_limit is None else min(args.save_total_limit, saves)
+        kept += trainer.plan.updates // args.milestone_steps if args.milestone_steps else 0
+        kept += 1 if args.eval_strategy == "steps" and saves > kept else 0
+        there = len(list_checkpoints(self.output_dir))
+        checkpoints = max(0, kept - there) + 1
+        final = 4 * shape.parameters
+        needed = int(checkpoints * shape.checkpoint_bytes + final + trainer.export_bytes)
+        what = f"{checkpoints} checkpoints of {shape.checkpoint_bytes / 1e9:.2f} GB, the final model and exports"
+        return needed, what
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def _snapshot(
+        self,
+        host: HostCopies,
+        random_states: list[dict[str, torch.Tensor]],
+        evaluation_due: bool,
+        eval_loss: float | None,
+    ) -> Snapshot:
+        trainer = self.trainer
+        tied = trainer.model.config.tie_word_embeddings
+        weights = {k: v for k, v in trainer.model.state_dict().items() if not (tied and k == "lm_head.weight")}
+        step = trainer.state.global_step
+        state = {
+            "step": step,
+            "epoch": trainer.state.epoch,
+            "supervised_tokens": trainer.supervised_tokens,
+            "skipped_batches": trainer.skipped_batches,
+            "next_window": (step + trainer.skipped_batches) * trainer.plan.windows_per_update,
+            "evaluation_due": evaluation_due,
+            "eval_loss": eval_loss,
+            "best_metric": trainer.state.best_metric,
+            "best_global_step": trainer.state.best_global_step,
+            "callbacks": {name: callback.state() for name, callback in trainer.stateful_callbacks().items()},
+            "scaler": trainer.scaler.state_dict() if trainer.scaler is not None else None,
+            "clocks": self.clocks.to_state(),
+            "processes": trainer.accelerator.num_processes,
+        }
+        return Snapshot(
+            step,
+            trainer.model.config.to_dict(),
+            host.copy(weights, "weights."),
+            host.copy(optimizer_tensors(trainer.optimizer, trainer.model), "optimizer."),
+            random_states,
+            state,
+        )
+
+    def _restore(self, snapshot: Snapshot, folder: Path, changed: list[str]) -> None:
+        trainer, state = self.trainer, snapshot.trainer_state
+        missing, unexpected = trainer.model.load_state_dict(snapshot.weights, strict=False)
+        tied = {"lm_head.weight"} if trainer.model.config.tie_word_embeddings else set()
+        if unexpected or set(missing) - tied:
+            raise CheckpointError(f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}.")
+        load_optimizer_tensors(trainer.optimizer, trainer.model, snapshot.optimizer)
+        if len(snapshot.random_states) == trainer.accelerator.num_processes:
+            trainer.random_state = snapshot.random_states[trainer.accelerator.process_index]
+        trainer.state.global_step = snapshot.step
+        trainer.state.epoch = state["epoch"]
+        trainer.state.best_metric = state["best_metric"]
+        trainer.state.best_global_step = state["best_global_step"]
+        trainer.supervised_tokens = int(state["supervised_tokens"])
+        trainer.skipped_batches = int(state["skipped_batches"])
+        trainer.evaluation_due = bool(state["evaluation_due"])
+        if trainer.scaler is not None and state["scaler"]:
+            trainer.scaler.load_state_dict(state["scaler"])
+        for name, callback in trainer.stateful_callbacks().items():
+            for key, value in state["callbacks"].get(name, {}).get("attributes", {}).items():
+                setattr(callback, key, value)
+        thrown_away = [row for row in self.metrics.rows() if row["step"] > snapshot.step] if self.main else []
+        flops = trainer.model.config.shape.flops_per_token_with_attention(trainer.plan.sequence_length)
+        self.clocks.continue_from(state["clocks"], thrown_away, flops)
+        if self.main:
+            self.metrics.drop_after(snapshot.step)
+        self.events.add(
+            "resumed", snapshot.step, checkpoint=folder.name, dropped_rows=len(thrown_away), changed=changed
+        )
+
+    def _gathered_random_states(self) -> list[dict[str, torch.Tensor]]:
+        own = random_tensors()
+        if self.trainer.accelerator.num_processes == 1:
+            return [own]
+        gathered: list[Any] = [None] * self.trainer.accelerator.num_processes
+        torch.distributed.all_gather_object(gathered, own)
+        return gathered
