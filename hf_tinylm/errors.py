@@ -17,6 +17,8 @@ Every message is one line that says what was given, what was needed and what to 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable
 
@@ -92,5 +94,20 @@ def exit_with_error_line(command: Callable[[], int | None]) -> int:
         return command() or 0
     except TinyLMError as error:
         kind = "stopped" if isinstance(error, RunStopped) else "error"
-        print(f"{kind}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # Ctrl-C ends `| tee log` too: nobody reads, and the exit code still speaks
+            print(f"{kind}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return error.exit_code
+    finally:
+        _let_go_of_closed_streams()
+
+
+def _let_go_of_closed_streams() -> None:
+    """Point streams that nobody reads any more at nothing: flushed at exit they would turn the exit code into 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (AttributeError, ValueError):
+            continue  # none, or closed by its owner

@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     from hf_tinylm.export.hf import add_gguf
     from hf_tinylm.modeling.factory import new_model
     from hf_tinylm.training.arguments import training_arguments
+    from hf_tinylm.training.clocks import process_start
     from hf_tinylm.training.finish import run_summary, write_done
     from hf_tinylm.training.trainer import LMTrainer
 
@@ -58,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         run_facts=pack.identity,
         run_config=config.to_dict(),
         export_bytes=export_bytes(model.config.shape, config.export.gguf),
+        began=process_start(),
     )
     trainer.train()
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hf_tinylm.cli import build_parser, main
 from hf_tinylm.demo import run_demo, summary_lines
@@ -153,6 +154,25 @@ def test_a_missing_path_is_one_line_that_names_it(
     assert error[0].startswith("error: ")
     assert "missing" in error[0]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [["tokenizer", "train"], ["prepare"]])
+@pytest.mark.parametrize("content", ["", " \n\n \t\n"])
+def test_an_empty_corpus_is_one_line_and_exit_code_2(
+    tiny_config: Path, tmp_path: Path, command: list[str], content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").write_text(content)
+    config = yaml.safe_load(tiny_config.read_text())
+    config["data"]["sources"] = [{"name": "nothing", "path": str(tmp_path / "empty.txt")}]
+    config["data"]["shards"] = str(tmp_path / "shards")
+    if command == ["tokenizer", "train"]:
+        config["tokenizer"]["tokenizer_path"] = str(tmp_path / "tokenizer")
+    (tmp_path / "empty.yaml").write_text(yaml.safe_dump(config))
+    assert main([*command, "--config", str(tmp_path / "empty.yaml")]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "nothing" in errors[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "empty.yaml"]
 
 
 @pytest.mark.slow

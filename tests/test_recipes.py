@@ -161,6 +161,19 @@ def test_a_learning_rate_in_scientific_notation_reaches_the_run(tiny_config: Pat
     assert identity["training"]["learning_rate"] == 6e-4
 
 
+def test_the_record_of_a_run_starts_it_again_to_the_same_bits(tiny_config: Path, tmp_path: Path) -> None:
+    first = [sys.executable, PRETRAIN, "--config", str(tiny_config), "--output_dir", str(tmp_path / "first")]
+    done = launch([*first, "--learning_rate", "7e-4", "--note", "does it repeat?"])
+    assert done.returncode == 0, done.stderr
+    record = str(tmp_path / "first" / "run.json")
+    done = launch([sys.executable, PRETRAIN, "--config", record, "--output_dir", str(tmp_path / "again")])
+    assert done.returncode == 0, done.stderr
+    names = ("final/model.safetensors", "checkpoint-00000006/optimizer.safetensors")
+    for name in names:
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    assert json.loads((tmp_path / "again" / "run.json").read_text())["facts"]["note"] == "does it repeat?"
+
+
 def test_a_damaged_shard_stops_training_with_its_name(tiny_config: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_config.parent / "shards", tmp_path / "shards")
     shard = next((tmp_path / "shards" / "train").glob("*.arrow"))

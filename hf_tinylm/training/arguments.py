@@ -126,6 +126,8 @@ class LMTrainingArguments(TrainingArguments):
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} must be a whole number of updates, not a share of the run."
             )
+        if self.max_cost is not None and self.price_per_hour is None:
+            raise ConfigError(f"max_cost={self.max_cost:g} needs a price. Give price_per_hour.")
         compiled, self.torch_compile = self.torch_compile, False  # LMTrainer compiles; Accelerate would rename weights
         if not self.use_cpu and not accelerator_present():
             self.use_cpu = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -24,7 +25,7 @@ class ProgressBar(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Move the bar by one update."""
         if self.bar is not None:
-            self.bar.update(1)
+            self._show(lambda: self.bar.update(1))
 
     def on_log(
         self,
@@ -39,7 +40,8 @@ class ProgressBar(TrainerCallback):
             return
         if "eval_loss" in logs:
             bits = f", {logs['eval_bits_per_byte']:.4f} bits per byte" if "eval_bits_per_byte" in logs else ""
-            self.bar.write(f"update {state.global_step:,}: validation loss {logs['eval_loss']:.4f}{bits}")
+            line = f"update {state.global_step:,}: validation loss {logs['eval_loss']:.4f}{bits}"
+            self._show(lambda: self.bar.write(line))
         elif "loss" in logs:
             self.bar.set_postfix_str(
                 f"loss={logs['loss']:.4f} lr={logs['learning_rate']:.2e} {logs['tokens_per_second']:,.0f} tok/s",
@@ -51,5 +53,12 @@ class ProgressBar(TrainerCallback):
     ) -> None:
         """Close the bar."""
         if self.bar is not None:
-            self.bar.close()
+            self._show(self.bar.close)
+            self.bar = None
+
+    def _show(self, draw: Callable[[], Any]) -> None:
+        """Draw; when nobody reads any more, as after Ctrl-C with `| tee log` or in a closed terminal, draw no more."""
+        try:
+            draw()
+        except OSError:
             self.bar = None

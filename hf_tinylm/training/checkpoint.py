@@ -83,22 +83,34 @@ def checkpoint_fault(folder: Path) -> str | None:
     if not (folder / MANIFEST).is_file():
         return f"it has no {MANIFEST}, so its saving was not finished"
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        step, files = int(manifest["step"]), manifest["files"]
         expected = {str(name): (int(facts["bytes"]), str(facts["sha256"])) for name, facts in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {MANIFEST} is damaged ({error})"
+    if _NAME.match(folder.name) and step != step_of(folder):
+        return f"its {MANIFEST} is of update {step:,}"
     for name, (size, digest) in expected.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
-        if sha256_of_file(path) != digest:
-            return f"the SHA-256 of {name} differs from the manifest"
+        fault = _file_fault(folder / name, size, digest)
+        if fault:
+            return fault
     for needed in ("config.json", "model.safetensors", "optimizer.safetensors", "trainer_state.json"):
         if needed not in expected:
             return f"{needed} is not in its manifest"
     return None
+
+
+def _file_fault(path: Path, size: int, digest: str) -> str | None:
+    """How a file differs from what the manifest says of it, or None."""
+    if not path.is_file():
+        return f"{path.name} is missing"
+    if path.stat().st_size != size:
+        return f"{path.name} has {path.stat().st_size:,} bytes instead of {size:,}"
+    try:
+        found = sha256_of_file(path)
+    except OSError as error:  # a disk that fails is one more way to be damaged
+        return f"{path.name} cannot be read ({error})"
+    return None if found == digest else f"the SHA-256 of {path.name} differs from the manifest"
 
 
 def select_checkpoint(output_dir: Path, asked: str) -> tuple[Path | None, list[str]]:
@@ -125,6 +137,31 @@ def select_checkpoint(output_dir: Path, asked: str) -> tuple[Path | None, list[s
             return folder, passed_over
         passed_over.append(f"{folder.name} was passed over: {fault}")
     return None, passed_over
+
+
+def last_good(output_dir: Path) -> str:
+    """A sentence for the error of a write that failed: the newest whole checkpoint, every file of it verified."""
+    folder, _ = select_checkpoint(output_dir, "auto")
+    return f"{folder.name} is the last good checkpoint." if folder else "There is no good checkpoint yet."
+
+
+def set_aside_newer(output_dir: Path, step: int) -> list[str]:
+    """Rename the checkpoints beyond `step`, the one that a run goes on from; one line on each.
+
+    They are damaged, or the user went back behind them. Left in place, rotation would count them among the newest and
+    remove good ones, and the next start would leap to them over rows that this resume drops.
+    """
+    lines = []
+    for folder in list_checkpoints(output_dir):
+        if step_of(folder) <= step:
+            continue
+        number, target = 1, folder.with_name(f"set-aside-{folder.name}")
+        while target.exists():
+            number += 1
+            target = folder.with_name(f"set-aside-{folder.name}-{number}")
+        folder.rename(target)
+        lines.append(f"{folder.name} lies beyond update {step:,}, where this run goes on; it is now {target.name}")
+    return lines
 
 
 def read_checkpoint(folder: Path) -> Snapshot:
@@ -174,6 +211,8 @@ def best_checkpoint(folders: list[Path]) -> Path | None:
     """The checkpoint with the lowest validation loss at its own update; the earliest of equals."""
     losses = []
     for folder in folders:
+        if not (folder / MANIFEST).is_file():
+            continue
         try:
             loss = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["eval_loss"]
         except (OSError, ValueError, KeyError, TypeError):

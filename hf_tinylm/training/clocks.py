@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import psutil
 import torch
+
+# Clocks that a checkpoint's are added to.
+_ADDED = ("training_seconds", "evaluation_seconds", "saving_seconds", "data_seconds", "startup_seconds")
+# Events with which an invocation begins; they tell what it threw away.
+STARTS = ("started", "resumed")
+
+
+def process_start() -> float:
+    """When this process was started, in seconds since 1970: a run that is timed from here counts its imports."""
+    return psutil.Process().create_time()
 
 
 def synchronise(device: torch.device) -> None:
@@ -23,7 +33,8 @@ class Clocks:
     """Seconds by what they were spent on, and what was computed.
 
     `wall_before` is what earlier invocations took, crashes included; updates that a crash threw away are counted in
-    `thrown_away_*`, in the wall clock, in `flops` and in money, and nowhere else.
+    `thrown_away_*`, in the wall clock, in `flops` and in money, and nowhere else. `data_seconds` are not part of
+    `training_seconds`. `began` is when this invocation began, in seconds since 1970.
     """
 
     training_seconds: float = 0.0
@@ -36,16 +47,16 @@ class Clocks:
     thrown_away_updates: int = 0
     thrown_away_seconds: float = 0.0
     invocations: int = 1
-    began: float = field(default_factory=lambda: psutil.Process().create_time(), repr=False, compare=False)
+    began: float = field(default_factory=time.time, repr=False, compare=False)
 
     @property
     def invocation_seconds(self) -> float:
-        """Seconds since this process was started, imports included."""
+        """Seconds since this invocation began."""
         return max(0.0, time.time() - self.began)
 
     @property
     def wall_seconds(self) -> float:
-        """Seconds of all invocations."""
+        """Seconds of all invocations, as far as they left a record."""
         return self.wall_before + self.invocation_seconds
 
     @contextlib.contextmanager
@@ -62,29 +73,48 @@ class Clocks:
         state = {name: value for name, value in asdict(self).items() if name not in ("began", "wall_before")}
         return {**state, "wall_seconds": self.wall_seconds}
 
-    def continue_from(self, state: dict[str, Any], thrown_away: list[dict[str, Any]], flops_per_token: int) -> None:
-        """Go on from a checkpoint's clocks, counting metrics rows beyond it as thrown away.
+    def continue_from(
+        self,
+        state: dict[str, Any],
+        step: int,
+        rows: list[dict[str, Any]],
+        events: list[dict[str, Any]],
+        flops_per_token: int,
+    ) -> dict[str, Any]:
+        """Go on from a checkpoint's clocks; every update since it was thrown away, by whichever invocation.
 
         Args:
-            state: what `to_state` gave.
-            thrown_away: rows of metrics.jsonl that the resume drops.
+            state: what `to_state` gave; empty when the run starts from its first update.
+            step: the checkpoint's update.
+            rows: of metrics.jsonl, before those beyond `step` are dropped.
+            events: of events.jsonl. Its `STARTS` hold what this method returned to earlier invocations.
+
+        Returns:
+            `thrown_away_updates` and `thrown_away_flops`: what is thrown away now, and was not counted before.
         """
-        startup = self.startup_seconds
-        for name in ("training_seconds", "evaluation_seconds", "saving_seconds", "data_seconds", "startup_seconds"):
-            setattr(self, name, float(state[name]))
-        self.startup_seconds += startup
-        self.flops = float(state["flops"])
-        self.thrown_away_updates = int(state["thrown_away_updates"])
-        self.thrown_away_seconds = float(state["thrown_away_seconds"])
-        self.invocations = int(state["invocations"]) + 1
-        self.wall_before = float(state["wall_seconds"])
-        updates = [row for row in thrown_away if "loss" in row]
-        if updates:
-            last = max(float(row["wall_seconds"]) for row in updates)
-            self.thrown_away_updates += len(updates)
-            self.thrown_away_seconds += max(0.0, last - self.wall_before)
-            self.flops += sum(flops_per_token * row["tokens_per_second"] * row["seconds"] for row in updates)
-            self.wall_before = max(self.wall_before, last)
+        for name in _ADDED:
+            setattr(self, name, getattr(self, name) + float(state.get(name, 0.0)))
+        wall, self.flops = float(state.get("wall_seconds", 0.0)), state.get("flops", 0)
+        starts = [event for event in events if event["event"] in STARTS]
+        since = [event for event in starts if event["wall_seconds"] > wall]
+        updates = [row for row in rows if "loss" in row and row["step"] > step and not _was_counted(row, since)]
+        targets = {row["step"]: row["supervised_tokens"] for row in rows if "loss" in row}
+        now = {
+            "thrown_away_updates": len(updates),
+            "thrown_away_flops": flops_per_token
+            * sum(row["supervised_tokens"] - targets.get(row["step"] - 1, 0) for row in updates),
+        }
+        self.thrown_away_updates = state.get("thrown_away_updates", 0)
+        for what in (now, *since):
+            self.thrown_away_updates += what["thrown_away_updates"]
+            self.flops += what["thrown_away_flops"]
+        told = [what["wall_seconds"] for what in (*rows, *events) if "wall_seconds" in what]
+        self.wall_before = max([wall, *told])
+        self.thrown_away_seconds = float(state.get("thrown_away_seconds", 0.0))
+        if updates or since:
+            self.thrown_away_seconds += self.wall_before - wall
+        self.invocations = 1 + len(starts)
+        return now
 
     def report(self, supervised_tokens: int, price_per_hour: float | None) -> dict[str, Any]:
         """Rates and shares: tokens per second while training and end to end, and where the difference went."""
@@ -115,19 +145,23 @@ class Clocks:
         }
 
 
-def budget_reached(
-    clocks: Clocks,
-    updates: int,
-    stop_after_updates: int | None,
-    max_hours: float | None,
-    max_cost: float | None,
-    price_per_hour: float | None,
-) -> str | None:
-    """The budget of this invocation that is spent, in words, or None. `updates` are those of this invocation."""
+def _was_counted(row: dict[str, Any], starts: list[dict[str, Any]]) -> bool:
+    """Whether an earlier start, killed before it dropped the row, counted it as thrown away."""
+    return any(start["step"] < row["step"] and row["wall_seconds"] <= start["wall_seconds"] for start in starts)
+
+
+def budget_reached(clocks: Clocks, updates: int, budgets: Any) -> str | None:
+    """The budget of this invocation that is spent, in words, or None.
+
+    Args:
+        updates: those of this invocation.
+        budgets: has `stop_after_updates`, `max_hours`, `max_cost` and `price_per_hour`, each a number or None.
+    """
     hours = clocks.invocation_seconds / 3600
-    checks: list[tuple[str, float | None, Callable[[], float]]] = [
-        ("stop_after_updates", stop_after_updates, lambda: updates),
-        ("max_hours", max_hours, lambda: hours),
-        ("max_cost", max_cost, lambda: hours * (price_per_hour or 0.0)),
-    ]
-    return next((f"{name}={limit:g}" for name, limit, spent in checks if limit is not None and spent() >= limit), None)
+    spent = {
+        "stop_after_updates": float(updates),
+        "max_hours": hours,
+        "max_cost": hours * (budgets.price_per_hour or 0.0),
+    }
+    limits = {name: getattr(budgets, name) for name in spent}
+    return next((f"{n}={limit:g}" for n, limit in limits.items() if limit is not None and spent[n] >= limit), None)

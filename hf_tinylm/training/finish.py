@@ -40,6 +40,9 @@ def write_done(trainer: LMTrainer, final: Path) -> dict[str, Any]:
         "last_checkpoint_manifest_sha256": sha256_of_file(manifest),
         "clocks": trainer.record.clocks.report(trainer.supervised_tokens, trainer.args.price_per_hour),
     }
-    trainer.record.events.add("finished", trainer.state.global_step, supervised_tokens=trainer.supervised_tokens)
+    wall = round(trainer.record.clocks.wall_seconds, 6)
+    trainer.record.events.add(
+        "finished", trainer.state.global_step, supervised_tokens=trainer.supervised_tokens, wall_seconds=wall
+    )
     write_json(trainer.output_dir / DONE_FILE, done)
     return done

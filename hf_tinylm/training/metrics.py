@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from ..errors import TrainingError
 from ..files import write_text
+from .checkpoint import last_good
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -45,12 +47,29 @@ class JsonLines:
     def __init__(self, path: Path, enabled: bool = True) -> None:
         self.path = path
         self.enabled = enabled
+        self._ends_whole = False  # known to end with a whole line
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add one row; values that JSON has no word for (nan, inf) are refused."""
-        if self.enabled:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
+        """Add one row; values that JSON has no word for (nan, inf) are refused.
+
+        Raises:
+            TrainingError: the row could not be written, as on a full disk.
+        """
+        if not self.enabled:
+            return
+        line = json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
+        try:
+            if not self._ends_whole:
+                _mend_last_line(self.path)
+            self._ends_whole = False
+            with self.path.open("a", encoding="utf-8", newline="\n") as file:
+                file.write(line)
+            self._ends_whole = True
+        except OSError as error:
+            raise TrainingError(
+                f"{self.path} could not be written: {error}. {last_good(self.path.parent)} "
+                "Make room or repair the disk, then resume with resume_from_checkpoint: auto."
+            ) from error
 
     def rows(self) -> list[dict[str, Any]]:
         """Every whole row; a torn last line, left by a crash, is passed over."""
@@ -66,16 +85,33 @@ class JsonLines:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file; none when it does not exist."""
+    """Whole rows of a JSON-lines file; none when it does not exist."""
     if not path.is_file():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n"):  # not splitlines: a row may hold other characters that end a line
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break  # only a crash in the middle of the last append leaves such a line
+        except ValueError:
+            continue  # empty, or torn by a crash in the middle of an append
     return rows
+
+
+def _mend_last_line(path: Path) -> None:
+    """Cut off a row that a crash has torn, or end one that lacks its line break: the next row needs its own line."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        content = file.read()
+        start = content.rfind(b"\n") + 1
+        if start == len(content):
+            return
+        try:
+            json.loads(content[start:])
+        except ValueError:
+            file.truncate(start)
+        else:
+            file.write(b"\n")
 
 
 class Events(JsonLines):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,9 @@ from ..contract import RUN_FILE, check_contract, new_contract, write_contract
 from ..errors import CheckpointError, ContractError
 from ..files import read_json, refuse_folder_in_use, sha256_of_file
 from ..modeling.factory import load_model
-from .checkpoint import Snapshot, list_checkpoints, read_checkpoint, select_checkpoint
+from .checkpoint import Snapshot, list_checkpoints, read_checkpoint, select_checkpoint, set_aside_newer
 from .clocks import Clocks
-from .folder import RunLock, check_disk
+from .folder import RunLock, check_disk, is_start_that_was_killed, leftovers, remove_leftovers, size_of
 from .metrics import EVENTS, METRICS, Events, JsonLines
 from .optimizer import load_optimizer_tensors, optimizer_tensors
 from .random_state import random_tensors
@@ -35,14 +36,14 @@ CHANGES_BITS = ("processes", "device", "cpu_threads", "per_device_train_batch_si
 class RunRecord:
     """The files of one run, held by the trainer. Every method is called by all processes; the main one writes."""
 
-    def __init__(self, trainer: LMTrainer) -> None:
+    def __init__(self, trainer: LMTrainer, began: float) -> None:
         self.trainer = trainer
         self.output_dir = trainer.output_dir
         self.main = trainer.is_world_process_zero()
         self.metrics = JsonLines(self.output_dir / METRICS, enabled=self.main)
         self.events = Events(self.output_dir / EVENTS, enabled=self.main)
         self.lock = RunLock(self.output_dir)
-        self.clocks = Clocks()
+        self.clocks = Clocks(began=began)
         args = trainer.args
         self.saver = CheckpointSaver(
             self.output_dir, self.events, args.save_total_limit, args.milestone_steps, args.save_in_background
@@ -61,23 +62,23 @@ class RunRecord:
         contract = self._contract()
         changed = check_contract(self.output_dir, contract) if known or folder is not None else []
         if self.main:
-            if not known:
+            if not known and not is_start_that_was_killed(self.output_dir):
                 refuse_folder_in_use(self.output_dir)
             check_disk(self.output_dir, *self._disk_needed())
             trace = self.lock.acquire()
+            remove_leftovers(self.output_dir)
             if not known:
                 write_contract(self.output_dir, contract)
             self._tell(trace, passed_over, changed)
-        self.trainer.accelerator.wait_for_everyone()
+        self.trainer.accelerator.wait_for_everyone()  # all have selected their checkpoint before any is renamed
         if folder is not None:
             self._restore(read_checkpoint(folder), folder, changed)
             return True
-        thrown_away = self.metrics.rows() if self.main else []
-        self.metrics.drop_after(0)
-        self._initialise()
-        self.clocks.continue_from(Clocks().to_state() | {"wall_seconds": 0.0, "invocations": 0}, thrown_away, 0)
         plan = self.trainer.plan
-        self.events.add("started", 0, updates=plan.updates, train_tokens=plan.train_tokens)
+        thrown_away = self._continue_clocks({}, 0)
+        self.events.add("started", 0, updates=plan.updates, train_tokens=plan.train_tokens, **thrown_away)
+        self._go_back_to(0)
+        self._initialise()
         return False
 
     def save(self, evaluation_due: bool, eval_loss: float | None) -> None:
@@ -178,8 +179,11 @@ class RunRecord:
                 "It stays the same run, but its bits can no longer equal those of an uninterrupted one."
             )
         for notice in notices:
-            print(f"notice: {notice}", file=sys.stderr, flush=True)
-            self.events.add("warned", 0, reason=notice)
+            self._notice(notice)
+
+    def _notice(self, notice: str) -> None:
+        print(f"notice: {notice}", file=sys.stderr, flush=True)
+        self.events.add("warned", 0, reason=notice)
 
     def _disk_needed(self) -> tuple[int, str]:
         """Bytes that the run may still write, and what they are."""
@@ -195,6 +199,7 @@ class RunRecord:
         checkpoints = max(0, kept - there) + 1
         final = 4 * shape.parameters
         needed = int(checkpoints * shape.checkpoint_bytes + final + trainer.export_bytes)
+        needed -= sum(size_of(path) for path in leftovers(self.output_dir))  # removed before anything is written
         what = f"{checkpoints} checkpoints of {shape.checkpoint_bytes / 1e9:.2f} GB, the final model and exports"
         return needed, what
 
@@ -221,9 +226,11 @@ class RunRecord:
             "eval_loss": eval_loss,
             "best_metric": trainer.state.best_metric,
             "best_global_step": trainer.state.best_global_step,
-            "callbacks": {name: callback.state() for name, callback in trainer.stateful_callbacks().items()},
+            # a copy: training goes on while the checkpoint is written
+            "callbacks": copy.deepcopy({name: held.state() for name, held in trainer.stateful_callbacks().items()}),
             "scaler": trainer.scaler.state_dict() if trainer.scaler is not None else None,
             "clocks": self.clocks.to_state(),
+            "ended": trainer.control.should_training_stop,
             "processes": trainer.accelerator.num_processes,
         }
         return Snapshot(
@@ -256,14 +263,28 @@ class RunRecord:
         for name, callback in trainer.stateful_callbacks().items():
             for key, value in state["callbacks"].get(name, {}).get("attributes", {}).items():
                 setattr(callback, key, value)
-        thrown_away = [row for row in self.metrics.rows() if row["step"] > snapshot.step] if self.main else []
-        flops = trainer.model.config.shape.flops_per_token_with_attention(trainer.plan.sequence_length)
-        self.clocks.continue_from(state["clocks"], thrown_away, flops)
-        if self.main:
-            self.metrics.drop_after(snapshot.step)
-        self.events.add(
-            "resumed", snapshot.step, checkpoint=folder.name, dropped_rows=len(thrown_away), changed=changed
-        )
+        trainer.ended = bool(state["ended"])
+        thrown_away = self._continue_clocks(state["clocks"], snapshot.step)
+        self.events.add("resumed", snapshot.step, checkpoint=folder.name, changed=changed, **thrown_away)
+        self._go_back_to(snapshot.step)
+
+    def _continue_clocks(self, state: dict[str, Any], step: int) -> dict[str, Any]:
+        """Let the clocks go on from a checkpoint's; what an event says of the rows beyond it, which go next."""
+        if not self.main:
+            return {}
+        shape, length = self.trainer.model.config.shape, self.trainer.plan.sequence_length
+        rows, events = self.metrics.rows(), self.events.rows()
+        thrown_away = self.clocks.continue_from(state, step, rows, events, shape.flops_per_token_with_attention(length))
+        dropped = sum(row["step"] > step for row in rows)
+        return {"dropped_rows": dropped, **thrown_away, "wall_seconds": round(self.clocks.wall_seconds, 6)}
+
+    def _go_back_to(self, step: int) -> None:
+        """Drop the rows beyond `step`, after the checkpoints beyond it: killed in between, it is done again."""
+        if not self.main:
+            return
+        for notice in set_aside_newer(self.output_dir, step):
+            self._notice(notice)
+        self.metrics.drop_after(step)
 
     def _gathered_random_states(self) -> list[dict[str, torch.Tensor]]:
         own = random_tensors()

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from ..errors import TrainingError
-from .checkpoint import Snapshot, list_checkpoints, rotate_checkpoints, write_checkpoint
-from .metrics import Events
+from ..files import fsync_path
+from .checkpoint import Snapshot, last_good, rotate_checkpoints, write_checkpoint
+from .metrics import EVENTS, METRICS, Events
 
 
 class HostCopies:
@@ -92,16 +93,17 @@ class CheckpointSaver:
             self._thread = None
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            whole = list_checkpoints(self.output_dir)
-            last = f"{whole[-1].name} is the last good one" if whole else "there is no earlier one"
             raise TrainingError(
-                f"The checkpoint could not be written to {self.output_dir}: {failure}. {last}. "
+                f"The checkpoint could not be written to {self.output_dir}: {failure}. {last_good(self.output_dir)} "
                 "Make room or repair the disk, then resume with resume_from_checkpoint: auto."
             ) from failure
 
     def _write(self, snapshot: Snapshot, stalled: float | None, began: float | None = None) -> None:
         started = time.monotonic()
         try:
+            for name in (METRICS, EVENTS):  # a checkpoint that survives a power cut must find the rows before it
+                if (self.output_dir / name).exists():
+                    fsync_path(self.output_dir / name)
             folder = write_checkpoint(self.output_dir, snapshot)
             seconds = time.monotonic() - started
             size = sum(path.stat().st_size for path in folder.iterdir())

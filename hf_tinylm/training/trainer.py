@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,6 +56,7 @@ class LMTrainer(Trainer):
         run_facts: what else identifies the run, such as hashes of its data; kept in run.json and compared on resume.
         run_config: the resolved configuration that would start this run again; kept in run.json.
         export_bytes: what will be written beside the checkpoints after the run, for the check of the disk.
+        began: when this invocation began, in seconds since 1970 (`clocks.process_start()` counts imports); now if None.
 
     Raises:
         ConfigError: a batch that does not divide, a run too short for its warmup, an output folder in use.
@@ -79,6 +80,7 @@ class LMTrainer(Trainer):
         run_facts: dict[str, Any] | None = None,
         run_config: dict[str, Any] | None = None,
         export_bytes: int = 0,
+        began: float | None = None,
     ) -> None:
         if not isinstance(args, LMTrainingArguments):
             raise ConfigError(f"LMTrainer needs LMTrainingArguments, not {type(args).__name__}.")
@@ -104,8 +106,9 @@ class LMTrainer(Trainer):
         self.supervised_tokens = 0
         self.skipped_batches = 0  # batches of windows passed over because their loss was not finite
         self.evaluation_due = False  # the present update is still to be evaluated
+        self.ended = False  # a callback ended the run at the checkpoint that is resumed
         self.random_state: dict[str, torch.Tensor] | None = None  # of the checkpoint that is resumed
-        self.record = RunRecord(self)
+        self.record = RunRecord(self, time.time() if began is None else began)
 
     # ---- Trainer's public methods -------------------------------------------------------------------------------
 
@@ -130,11 +133,10 @@ class LMTrainer(Trainer):
         if trial is not None or ignore_keys_for_eval or kwargs:
             raise ConfigError("LMTrainer.train takes resume_from_checkpoint only.")
         asked = resume_from_checkpoint or self.args.resume_from_checkpoint
-        INTERRUPT.install()
         with INTERRUPT.deferred():
             model = self._prepare()
-            resumed = self.record.open("auto" if asked is True else asked)
             try:
+                resumed = self.record.open("auto" if asked is True else asked)
                 return self._run(model, resumed)
             finally:
                 self.is_in_train = False
@@ -191,6 +193,7 @@ class LMTrainer(Trainer):
     def _run(self, model: nn.Module, resumed: bool) -> TrainOutput:
         self.is_in_train = True
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        self.control.should_training_stop |= self.ended
         start, clocks = self.state.global_step, self.record.clocks
         updates = Update(self.accelerator, model, self.optimizer, self.args.max_grad_norm, self.scaler)
         if self.accelerator.num_processes > 1:
@@ -201,13 +204,16 @@ class LMTrainer(Trainer):
         clocks.startup_seconds += clocks.invocation_seconds
         self.last_save_time = time.monotonic()
         if self.evaluation_due:
-            self._evaluate_and_record()
+            eval_loss = self._evaluate_and_record()
+            if self.evaluation_due:  # a signal ended it again
+                self._end_if_asked(0)
+            self._save_update(eval_loss)
         losses = 0.0
         while self.state.global_step < self.plan.updates and not self.control.should_training_stop:
-            began = time.monotonic()
             with clocks.measure("data_seconds"):
                 batches = self._batches_of(self.state.global_step)
-            losses += self._one_update(batches, updates, began, self.state.global_step - start)
+            losses += self._one_update(batches, updates, time.monotonic(), self.state.global_step - start)
+        self._end_if_asked(self.state.global_step - start)
         self.record.close()
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         done = max(1, self.state.global_step - start)
@@ -238,22 +244,26 @@ class LMTrainer(Trainer):
         stop, timed, failed = (bool(value) for value in result.requests)
         stop = stop or self.evaluation_due  # an evaluation ends early only because of a signal
         if self.control.should_save or timed or last or stop or self.control.should_training_stop:
-            self.control.should_save = False
-            self.record.save(self.evaluation_due, eval_loss)
-            self.last_save_time = time.monotonic()
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+            self._save_update(eval_loss)
         if failed:
             self.record.saver.wait()  # raises on the main process, which knows why
             raise TrainingError("The main process could not write a checkpoint; its own error says why.")
         if stop:
-            self._stop(done_before + 1)
+            self._end_if_asked(done_before + 1)
         return result.loss
+
+    def _save_update(self, eval_loss: float | None) -> None:
+        """Save the state after the present update, and tell the callbacks."""
+        self.control.should_save = False
+        self.record.save(self.evaluation_due, eval_loss)
+        self.last_save_time = time.monotonic()
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _attempt(self, batches: list[dict[str, torch.Tensor]], updates: Update, done_before: int) -> UpdateResult:
         """One update; with float16, tried again at a lower scale while its gradients overflow."""
         rate = self.schedule(self.state.global_step)
         for _ in range(OVERFLOW_LIMIT):
-            result = updates.run(batches, rate, self._requests(done_before + 1))
+            result = updates.run(batches, rate, lambda: self._requests(done_before + 1))
             if not result.overflow:
                 break
             self.record.events.add("warned", self.state.global_step, reason="float16 overflow, scale lowered")
@@ -261,26 +271,40 @@ class LMTrainer(Trainer):
 
     def _requests(self, done: int) -> tuple[float, float, float]:
         """What this process asks of all: stop after this update, save for the time since the last, a failed write."""
-        args = self.args
-        budget = budget_reached(
-            self.record.clocks, done, args.stop_after_updates, args.max_hours, args.max_cost, args.price_per_hour
-        )
-        minutes = args.save_minutes
+        minutes = self.args.save_minutes
         timed = minutes is not None and time.monotonic() - self.last_save_time >= 60 * minutes
-        self.record.lock.touch()
-        return float(INTERRUPT.requested or budget is not None), float(timed), float(self.record.saver.failed)
+        stop = INTERRUPT.requested or self._budget_spent(done, self.state.global_step + 1) is not None
+        return float(stop), float(timed), float(self.record.saver.failed)
 
-    def _stop(self, done: int) -> NoReturn:
-        """End the invocation after a clean save: why, where, and how to go on."""
-        args, step = self.args, self.state.global_step
-        budget = budget_reached(
-            self.record.clocks, done, args.stop_after_updates, args.max_hours, args.max_cost, args.price_per_hour
-        )
-        reason, code = (
-            (INTERRUPT.name, INTERRUPT.exit_code) if INTERRUPT.requested else (budget or "another process", 3)
-        )
+    def _budget_spent(self, done: int, step: int) -> str | None:
+        """The budget that is spent after `done` updates of this invocation, unless `step` ends the run anyway."""
+        if step >= self.plan.updates or self.control.should_training_stop:
+            return None
+        return budget_reached(self.record.clocks, done, self.args)
+
+    def _end_if_asked(self, done: int) -> None:
+        """End the invocation, after a clean save, when a signal or a budget asks any process for it.
+
+        Raises:
+            RunStopped: why, where, and how to go on; with the same exit code on every process.
+        """
+        step = self.state.global_step
+        own = (INTERRUPT.exit_code, INTERRUPT.name) if INTERRUPT.requested else None
+        budget = self._budget_spent(done, step)
+        asked: list[Any] = [own or (budget and (3, budget))]
+        if self.accelerator.num_processes > 1:
+            asked = [None] * self.accelerator.num_processes
+            torch.distributed.all_gather_object(asked, own or (budget and (3, budget)))
+        ending = max((one for one in asked if one), default=None)  # a signal before a budget
+        if ending is None:
+            return
+        code, reason = ending
         self.record.close()
-        self.record.events.add("interrupted", step, reason=reason)
+        self.record.events.add(
+            "interrupted", step, reason=reason, wall_seconds=round(self.record.clocks.wall_seconds, 6)
+        )
+        # A launcher ends all workers when one has gone: none goes before the main process has written the checkpoint.
+        self.accelerator.wait_for_everyone()
         raise RunStopped(
             f"{reason} ended the run after update {step:,} of {self.plan.updates:,}; checkpoint-{step:08d} is "
             f"saved in {self.output_dir}. Go on with --resume_from_checkpoint auto.",
@@ -361,7 +385,8 @@ class LMTrainer(Trainer):
         if "eval_bits_per_byte" in found:
             row["bits_per_byte"] = found["eval_bits_per_byte"]
         self.record.metrics.append({**row, "eval_tokens": int(found["eval_tokens"])})
-        self.record.events.add("evaluated", self.state.global_step, eval_loss=found["eval_loss"])
+        wall = round(self.record.clocks.wall_seconds, 6)
+        self.record.events.add("evaluated", self.state.global_step, eval_loss=found["eval_loss"], wall_seconds=wall)
         if self._is_best(found) and self.args.save_best:
             self.control.should_save = True
         return found["eval_loss"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,19 +65,23 @@ class Update:
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def run(
-        self, batches: list[dict[str, torch.Tensor]], learning_rate: float, requests: Sequence[float] = ()
+        self,
+        batches: list[dict[str, torch.Tensor]],
+        learning_rate: float,
+        requests: Callable[[], Sequence[float]] = tuple,
     ) -> UpdateResult:
         """Accumulate gradients over `batches`, then step with `learning_rate`, or leave everything as it was.
 
         Args:
-            requests: numbers of this process that travel with the agreement, such as "stop after this update".
+            requests: asked after the last backward for numbers of this process that travel with the agreement, such as
+                "stop after this update".
         """
         targets = self._targets_of_all(batches)
         losses = self._accumulate(batches, targets)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        loss, norm_value, agreed = self._agree(losses, norm, requests)
+        loss, norm_value, agreed = self._agree(losses, norm, requests())
         clipped = self.max_grad_norm > 0 and norm_value > self.max_grad_norm
         bad = [number for number, finite in enumerate(torch.isfinite(losses).tolist()) if not finite]
         overflow = self.scaler is not None and math.isfinite(loss) and not math.isfinite(norm_value)

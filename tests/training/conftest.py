@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hf_tinylm.config import ModelSection
 from hf_tinylm.data.windows import TokenWindows
@@ -20,6 +21,30 @@ def stream(ids: int, seed: int = 0) -> np.ndarray:
     """Ids that have something to learn: a noisy walk, so that gradients are not pure noise."""
     generator = np.random.default_rng(seed)
     return ((np.cumsum(generator.integers(0, 3, ids)) % (VOCABULARY - 4)) + 4).astype(np.uint16)
+
+
+class RaggedWindows:
+    """Windows whose targets are masked in part, differently for each window, as a pure function of its number."""
+
+    def __init__(self, windows: TokenWindows) -> None:
+        self.windows = windows
+        self.sequence_length, self.order = windows.sequence_length, windows.order
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def batch(self, ks: Any) -> dict[str, torch.Tensor]:
+        batch = self.windows.batch(ks)
+        kept = torch.from_numpy(np.asarray(ks, dtype=np.int64) * 7919 % LENGTH)
+        mask = torch.arange(LENGTH)[None, :] > kept[:, None]
+        return {**batch, "shift_labels": batch["shift_labels"].masked_fill(mask, -100)}
+
+
+@pytest.fixture
+def ragged_windows() -> Callable[[str], RaggedWindows]:
+    """Masked windows in the given order, 67 an epoch over two shards: 96 of them cross an epoch and shard borders."""
+    streams = [stream(1_500), stream(700, 1)]
+    return lambda order: RaggedWindows(TokenWindows(streams, LENGTH, order, 7))  # type: ignore[arg-type]
 
 
 @pytest.fixture

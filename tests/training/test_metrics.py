@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 
+from hf_tinylm.errors import TrainingError
 from hf_tinylm.training.metrics import Events, JsonLines, read_rows
 
 
@@ -15,6 +17,34 @@ def test_rows_come_back_and_a_torn_last_line_is_passed_over(tmp_path: Path) -> N
     with log.path.open("a") as file:
         file.write('{"step": 4, "lo')
     assert [row["step"] for row in log.rows()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("torn", "steps"), [('{"step": 2, "te', [1, 3]), ('{"step": 2, "text": "é', [1, 3]), ('{"step": 2}', [1, 2, 3])]
+)
+def test_a_row_after_a_crash_starts_a_line_of_its_own(tmp_path: Path, torn: str, steps: list[int]) -> None:
+    """events.jsonl is never rewritten, so what is appended to a torn row would be lost with it."""
+    Events(tmp_path / "events.jsonl").append({"step": 1})
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(torn.encode()[:-1] if torn.endswith("é") else torn.encode())
+    Events(tmp_path / "events.jsonl").append({"step": 3})
+    lines = (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == steps
+    assert [row["step"] for row in read_rows(tmp_path / "events.jsonl")] == steps
+
+
+def test_a_text_with_unusual_line_breaks_is_one_row(tmp_path: Path) -> None:
+    log = JsonLines(tmp_path / "events.jsonl")
+    rows = [{"step": 1, "text": "a\u2028b\u0085c\x0bd\ne"}, {"step": 2, "text": ""}]
+    for row in rows:
+        log.append(row)
+    assert log.rows() == rows
+
+
+def test_a_row_that_cannot_be_written_names_the_file_and_the_last_good_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl could not be written: .*There is no good checkpoint yet"):
+        JsonLines(tmp_path / "metrics.jsonl").append({"step": 1})
 
 
 def test_rows_beyond_a_checkpoint_are_dropped_torn_line_included(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_tinylm.errors import CheckpointError, ConfigError, ContractError
+from hf_tinylm.files import sha256_of_file
 from hf_tinylm.modeling.factory import load_model
 from hf_tinylm.training.checkpoint import checkpoint_fault, list_checkpoints, rotate_checkpoints, select_checkpoint
 from hf_tinylm.training.metrics import read_rows
@@ -34,20 +35,24 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key not in clocks} for row in rows]
 
 
+@pytest.mark.parametrize("order", ["permutation", "random"])
+@pytest.mark.parametrize(
+    "stops", [(1, 9, 11), pytest.param(tuple(range(1, 12)), marks=pytest.mark.slow)], ids=["three", "every"]
+)
 def test_a_run_resumed_at_any_update_ends_bit_for_bit_as_the_uninterrupted_one(
-    make_trainer: Make, tmp_path: Path
+    make_trainer: Make, ragged_windows: Make, tmp_path: Path, order: str, stops: tuple[int, ...]
 ) -> None:
-    """Dropout, validation, epoch borders (177 windows an epoch, 8 an update) and a partial last update are crossed."""
-    whole = make_trainer("whole", **RUN)
+    """Dropout, masked targets, validation, an epoch border (update 9), shard borders and a partial end are crossed."""
+    whole = make_trainer("whole", train=ragged_windows(order), **RUN)
     whole.train()
     assert whole.plan.updates == 12
     end = whole.output_dir / "checkpoint-00000012"
-    for stop in (1, 5, 11):
+    for stop in stops:
         folder = tmp_path / f"resumed{stop}"
         shutil.copytree(whole.output_dir, folder)
         for later in list_checkpoints(folder)[stop:]:
             shutil.rmtree(later)
-        resumed = make_trainer(folder.name, **RUN, resume_from_checkpoint="auto")
+        resumed = make_trainer(folder.name, train=ragged_windows(order), **RUN, resume_from_checkpoint="auto")
         resumed.train()
         for name in ("model.safetensors", "optimizer.safetensors", "rng-00000.safetensors"):
             first, second = load_file(end / name), load_file(folder / end.name / name)
@@ -55,8 +60,7 @@ def test_a_run_resumed_at_any_update_ends_bit_for_bit_as_the_uninterrupted_one(
             assert all(torch.equal(first[key], second[key]) for key in first), (stop, name)
         rows = [read_rows(run.output_dir / "metrics.jsonl") for run in (whole, resumed)]
         assert untimed(rows[0]) == untimed(rows[1])
-        events = [row["event"] for row in read_rows(folder / "events.jsonl")]
-        assert "resumed" in events
+        assert "resumed" in [row["event"] for row in read_rows(folder / "events.jsonl")]
 
 
 def test_an_interrupted_save_is_passed_over_and_named(make_trainer: Make) -> None:
@@ -116,6 +120,67 @@ def test_a_resume_with_other_settings_is_refused_with_both_values(make_trainer: 
     changed.train()
     events = read_rows(changed.output_dir / "events.jsonl")
     assert events[-1]["changed"] == ["per_device_train_batch_size: 2 -> 4"]
+
+
+def test_a_branch_starts_from_the_weights_of_a_checkpoint_and_records_where_it_came_from(make_trainer: Make) -> None:
+    parent = make_trainer("parent", **RUN)
+    parent.train()
+    source = parent.output_dir / "checkpoint-00000006"
+    child = make_trainer("child", learning_rate=5e-4, init_from=str(source), save_strategy="steps", save_steps=1)
+    child.train()
+    contract = json.loads((child.output_dir / "run.json").read_text())
+    lineage = contract["identity"]["training"]["init_from"]
+    assert lineage["weights_sha256"]["model.safetensors"] == sha256_of_file(source / "model.safetensors")
+    assert lineage["parent_identity"]["training"]["learning_rate"] == 1e-3
+    first = read_rows(child.output_dir / "metrics.jsonl")[0]["loss"]
+    fresh = read_rows(parent.output_dir / "metrics.jsonl")[0]["loss"]
+    assert first < fresh - 0.1, "the branch must start where the parent was, not afresh"
+    moments = load_file(child.output_dir / "checkpoint-00000001" / "optimizer.safetensors")
+    assert float(moments["step.model.norm.weight"]) == 1.0
+
+
+def test_a_branch_with_the_optimizer_continues_its_moments(make_trainer: Make) -> None:
+    parent = make_trainer("parent", **RUN)
+    parent.train()
+    source = parent.output_dir / "checkpoint-00000006"
+    fields = {"init_from": str(source), "init_optimizer": True, "save_strategy": "steps", "save_steps": 1}
+    child = make_trainer("child", **fields)
+    child.train()
+    moments = load_file(child.output_dir / "checkpoint-00000001" / "optimizer.safetensors")
+    assert float(moments["step.model.norm.weight"]) == 7.0
+
+
+def test_a_branch_from_a_model_of_another_shape_is_refused(make_trainer: Make) -> None:
+    parent = make_trainer("parent", train_tokens=256, warmup_steps=0)
+    parent.train()
+    source = str(parent.output_dir / "checkpoint-00000001")
+    with pytest.raises(ContractError, match="another shape"):
+        make_trainer("child", model={"intermediate_size": 32}, init_from=source).train()
+
+
+def test_the_best_checkpoint_and_milestones_outlive_rotation(make_trainer: Make) -> None:
+    fields = {**RUN, "eval_steps": 1, "save_total_limit": 1, "milestone_steps": 5}
+    trainer = make_trainer(**fields)
+    losses = iter([5.0, 4.0, 1.0, 6.0, 5.0, 4.0, 3.0, 4.0, 5.0, 4.0, 3.0, 2.0])
+    trainer.evaluate = lambda *args, **kwargs: {"eval_loss": next(losses), "eval_tokens": 1.0}
+    trainer.train()
+    assert [path.name[-2:] for path in list_checkpoints(trainer.output_dir)] == ["03", "05", "10", "12"]
+
+
+def test_save_best_saves_whenever_validation_is_the_best_so_far(make_trainer: Make) -> None:
+    fields = {**RUN, "eval_steps": 1, "save_strategy": "no", "save_best": True}
+    trainer = make_trainer(**fields)
+    losses = iter([5.0, 4.0, 4.5, 6.0, 3.0, 4.0, 3.0, 4.0, 5.0, 4.0, 3.0, 3.5])
+    trainer.evaluate = lambda *args, **kwargs: {"eval_loss": next(losses), "eval_tokens": 1.0}
+    trainer.train()
+    assert [path.name[-2:] for path in list_checkpoints(trainer.output_dir)] == ["01", "02", "05", "12"]
+
+
+def test_the_reason_and_the_expectation_of_a_run_are_kept(make_trainer: Make) -> None:
+    trainer = make_trainer(note="a wider model", expect="lower loss at equal tokens")
+    trainer.train()
+    facts = json.loads((trainer.output_dir / "run.json").read_text())["facts"]
+    assert facts == {"note": "a wider model", "expect": "lower loss at equal tokens"}
 
 
 def test_auto_in_an_empty_folder_starts_and_in_a_foreign_folder_refuses(make_trainer: Make, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,63 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_changes_nothing(make_traine
         "checkpoint-00000001",
         "checkpoint-00000002",
     ]
+
+
+def poison(trainer: Any, calls_to_poison: set[int]) -> None:
+    """Multiply the loss of the given forward calls (counted from 1) by NaN."""
+    forward, calls = trainer.model.forward, []
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        calls.append(1)
+        if len(calls) in calls_to_poison:
+            output.loss = output.loss * float("nan")
+        return output
+
+    trainer.model.forward = poisoned
+
+
+def test_a_failed_update_is_written_down_with_its_windows_and_their_text(make_trainer: Make) -> None:
+    trainer = make_trainer()
+    poison(trainer, {2 * 4 + 2})
+    with pytest.raises(TrainingError):
+        trainer.train()
+    event = next(row for row in read_rows(trainer.output_dir / "events.jsonl") if row["event"] == "nonfinite")
+    assert (event["action"], event["windows"], event["loss"]) == ("stopped", [18, 19], None)
+    expected = trainer.train_dataset.batch([18])["input_ids"][0].tolist()
+    assert event["excerpt"] == " ".join(map(str, expected))
+
+
+def test_a_skipped_update_advances_neither_schedule_nor_budget(make_trainer: Make) -> None:
+    trainer = make_trainer(nonfinite="skip", save_strategy="steps", save_steps=1)
+    poison(trainer, {2 * 4 + 2})
+    trainer.train()
+    rows = read_rows(trainer.output_dir / "metrics.jsonl")
+    assert [row["supervised_tokens"] for row in rows] == [256 * step for step in range(1, 7)]
+    assert [row["learning_rate"] for row in rows] == [trainer.schedule(update) for update in range(6)]
+    state = json.loads((trainer.output_dir / "checkpoint-00000006" / "trainer_state.json").read_text())
+    assert (state["skipped_batches"], state["next_window"]) == (1, 7 * 8)
+
+
+def test_a_run_with_a_skipped_update_resumes_to_the_same_bits(make_trainer: Make) -> None:
+    fields = {"nonfinite": "skip", "save_strategy": "steps", "save_steps": 1, "save_total_limit": None}
+    whole = make_trainer("whole", **fields)
+    poison(whole, {2 * 4 + 2})
+    whole.train()
+    for later in sorted(whole.output_dir.glob("checkpoint-*"))[4:]:
+        shutil.rmtree(later)
+    resumed = make_trainer("whole", **fields, resume_from_checkpoint="auto")
+    resumed.train()
+    assert largest_difference(weights(whole.model), weights(resumed.model)) == 0.0
+
+
+def test_too_many_skipped_updates_stop_the_run(make_trainer: Make) -> None:
+    trainer = make_trainer(nonfinite="skip", nonfinite_limit=2)
+    poison(trainer, set(range(1, 200)))
+    with pytest.raises(TrainingError, match="Update 1 has loss nan"):
+        trainer.train()
+    actions = [row["action"] for row in read_rows(trainer.output_dir / "events.jsonl") if row["event"] == "nonfinite"]
+    assert actions == ["skipped", "skipped", "stopped"]
 
 
 def test_clipping_scales_the_step_and_logs_the_norm_before_it(make_trainer: Make) -> None:
