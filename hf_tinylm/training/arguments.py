@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 
 from ..config import RunConfig
 from ..errors import ConfigError
+from ..planning import UpdatePlan, plan_updates
 
 HONOURED = frozenset(
     """
@@ -133,6 +134,13 @@ class LMTrainingArguments(TrainingArguments):
             self.use_cpu = True
         super().__post_init__()
         self.torch_compile = compiled
+
+
+def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:
+    """Updates, windows and micro-batches of a run on `train_dataset`."""
+    length = int(train_dataset.sequence_length)
+    budget = len(train_dataset) * length if args.train_tokens == "epoch" else int(args.train_tokens)
+    return plan_updates(budget, args.global_batch_tokens, length, args.per_device_train_batch_size, args.world_size)
 
 
 def accelerator_present() -> bool:

@@ -83,7 +83,8 @@ class Interrupt:
     def deferred(self) -> Iterator[None]:
         """In this block a first signal only sets `requested`; outside it ends the process by `RunStopped`.
 
-        Where nothing was installed, as in a notebook, the signals are taken over for this block only.
+        A block that ends well without having heeded a signal raises `RunStopped` after all. Where nothing was
+        installed, as in a notebook, the signals are taken over for this block only.
         """
         if self.signal is not None:
             raise self._stopped()
@@ -92,6 +93,8 @@ class Interrupt:
         self.install()
         try:
             yield
+            if self.signal is not None:
+                raise self._stopped()
         finally:
             self._deferring = False
             if borrowed:

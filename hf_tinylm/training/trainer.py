@@ -24,8 +24,7 @@ from ..files import refuse_folder_in_use
 from ..modeling.loss import IGNORE_INDEX
 from ..modeling.model import TinyLMForCausalLM
 from ..modeling.stock import save_stock_model
-from ..planning import UpdatePlan, plan_updates
-from .arguments import LMTrainingArguments
+from .arguments import LMTrainingArguments, plan_run
 from .callbacks import ProgressBar
 from .clocks import budget_reached, synchronise
 from .interrupt import INTERRUPT
@@ -213,8 +212,8 @@ class LMTrainer(Trainer):
             with clocks.measure("data_seconds"):
                 batches = self._batches_of(self.state.global_step)
             losses += self._one_update(batches, updates, time.monotonic(), self.state.global_step - start)
-        self._end_if_asked(self.state.global_step - start)
         self.record.close()
+        self._end_if_asked(self.state.global_step - start)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         done = max(1, self.state.global_step - start)
         return TrainOutput(self.state.global_step, losses / done, {"train_loss": losses / done})
@@ -445,10 +444,3 @@ class LMTrainer(Trainer):
         self.state.train_batch_size = args.per_device_train_batch_size
         self.state.compute_steps(args, self.plan.updates)
         return self.model_wrapped
-
-
-def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:
-    """Updates, windows and micro-batches of a run on `train_dataset`."""
-    length = int(train_dataset.sequence_length)
-    budget = len(train_dataset) * length if args.train_tokens == "epoch" else int(args.train_tokens)
-    return plan_updates(budget, args.global_batch_tokens, length, args.per_device_train_batch_size, args.world_size)

@@ -220,18 +220,19 @@ def test_a_budget_is_spent_when_it_is_reached() -> None:
 def test_a_budget_ends_an_invocation_after_a_save_and_the_run_ends_as_if_uninterrupted(
     make_trainer: Make, budget: dict[str, float]
 ) -> None:
-    """Each invocation does one update; the last one has nothing left to stop and completes the run."""
+    """An invocation does one update; the last one has nothing left to stop and completes the run."""
     run = {**SAVES, "save_steps": 100, "model": {"attention_dropout": 0.1}}
     whole = make_trainer("whole", **run)
     whole.train()
-    for update in range(1, 6):
+    for update in range(1, 6 if "stop_after_updates" in budget else 2):
         trainer = make_trainer("parts", **run, **budget, resume_from_checkpoint="auto")
         with pytest.raises(RunStopped, match=f"{next(iter(budget))}=.*after update {update} of 6") as caught:
             trainer.train()
         assert caught.value.exit_code == 3
         assert read_rows(trainer.output_dir / "events.jsonl")[-1]["event"] == "interrupted"
         assert [row["step"] for row in untimed(trainer.output_dir) if "loss" in row][-1] == update
-    last = make_trainer("parts", **run, **budget, resume_from_checkpoint="auto")
+    left = budget if "stop_after_updates" in budget else {}
+    last = make_trainer("parts", **run, **left, resume_from_checkpoint="auto")
     assert last.train().global_step == 6
     assert_same_end(whole.output_dir, last.output_dir, 6)
 

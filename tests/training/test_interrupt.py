@@ -51,7 +51,7 @@ def start() -> Iterator[Start]:
         except ProcessLookupError:
             continue
         finally:
-            process.communicate(timeout=20)
+            process.wait(20)
 
 
 @pytest.fixture
@@ -73,12 +73,19 @@ def test_a_first_signal_outside_a_run_raises_with_the_exit_code_of_a_shell(
 
 
 def test_inside_a_run_a_signal_is_only_noted_and_an_immediate_repeat_is_the_same_request(borrowed: Interrupt) -> None:
-    with borrowed.deferred():
-        assert not borrowed.requested
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)  # a launcher passes on what the terminal sent to all
-        assert borrowed.requested
-        assert (borrowed.name, borrowed.exit_code) == ("SIGTERM", 143)
+    seen = []
+
+    def run() -> None:
+        with borrowed.deferred():
+            seen.append(borrowed.requested)
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)  # a launcher passes on what the terminal sent to all
+            seen.append(borrowed.requested)
+
+    with pytest.raises(RunStopped, match="SIGTERM"):  # at the end, because the block did not heed it
+        run()
+    assert seen == [False, True]
+    assert (borrowed.name, borrowed.exit_code) == ("SIGTERM", 143)
     with pytest.raises(RunStopped, match="SIGTERM"), borrowed.deferred():
         pytest.fail("a run must not begin after a signal")
 
@@ -96,7 +103,7 @@ def test_a_signal_whose_exception_was_swallowed_ends_the_run_that_is_begun_next(
 
 def test_a_signal_during_the_way_out_raises_nothing_more(borrowed: Interrupt) -> None:
     """torchrun sends SIGTERM to the workers that are left when one has ended."""
-    with borrowed.deferred():
+    with pytest.raises(RunStopped), borrowed.deferred():
         signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGTERM)
     assert borrowed.exit_code == 130
@@ -105,10 +112,15 @@ def test_a_signal_during_the_way_out_raises_nothing_more(borrowed: Interrupt) ->
 def test_without_install_the_signals_are_taken_over_for_the_run_only() -> None:
     """So that Ctrl-C in a notebook is a KeyboardInterrupt again, and the next run may begin."""
     interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
-    for _ in range(2):
+
+    def run() -> None:
         with interrupt.deferred():
             signal.raise_signal(signal.SIGINT)
             assert interrupt.requested
+
+    for _ in range(2):
+        with pytest.raises(RunStopped, match="SIGINT"):
+            run()
         assert not interrupt.requested
         assert signal.getsignal(signal.SIGINT) is before
     with pytest.raises(KeyboardInterrupt):
@@ -132,22 +144,21 @@ def test_installing_outside_the_main_thread_is_harmless() -> None:
 
 
 @pytest.mark.parametrize(
-    "blocked",
+    ("before", "blocked"),
     [
-        "time.sleep(60)",
-        "import socket; a, b = socket.socketpair(); a.recv(1)",
-        "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()",
-        # a call into C that is begun again whenever it is interrupted, as collectives are
-        "import ctypes; libc = ctypes.CDLL(None); [libc.usleep(500_000) for _ in range(200)]",
+        ("", "time.sleep(60)"),
+        ("import threading; lock = threading.Lock(); lock.acquire()", "lock.acquire()"),
+        pytest.param("import socket; a, b = socket.socketpair()", "a.recv(1)", marks=pytest.mark.slow),
+        # one call into C that does not return to Python, as a collective does not
+        ("import ctypes; libc = ctypes.CDLL(None)", "while True: libc.sleep(1)"),
         pytest.param(
-            "import torch; torch.set_num_threads(1); a = torch.ones(12_000, 12_000)\nwhile True: a @ a",
-            marks=pytest.mark.slow,
+            "import torch; torch.set_num_threads(1); a = torch.ones(12_000, 12_000)", "a @ a", marks=pytest.mark.slow
         ),
     ],
-    ids=["sleep", "recv", "lock", "ctypes", "matmul"],
+    ids=["sleep", "lock", "recv", "ctypes", "matmul"],
 )
-def test_a_second_signal_ends_a_blocked_process_at_once(start: Start, blocked: str) -> None:
-    process = start(f"{INSTALLED}with INTERRUPT.deferred():\n    {READY}    " + blocked.replace("\n", "\n    "))
+def test_a_second_signal_ends_a_blocked_process_at_once(start: Start, before: str, blocked: str) -> None:
+    process = start(f"{before}\n{INSTALLED}with INTERRUPT.deferred():\n    {READY}    {blocked}")
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)  # within DUPLICATE_SECONDS: still the first request
@@ -173,11 +184,9 @@ def test_a_hangup_that_nohup_ignores_stays_ignored(start: Start) -> None:
     process = start(
         f"{INSTALLED}with INTERRUPT.deferred():\n    {READY}    time.sleep(60)", shell="trap '' HUP; exec {}"
     )
-    for _ in range(2):
-        process.send_signal(signal.SIGHUP)
-        time.sleep(LATER)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(LATER)
+    process.send_signal(signal.SIGTERM)  # the first one that counts
     time.sleep(0.2)
     assert process.poll() is None
 
@@ -241,6 +250,25 @@ with INTERRUPT.deferred():
 """
     )
     assert process.wait(20) == 7
+
+
+def test_the_exit_code_does_not_depend_on_whether_anybody_reads_the_output(start: Start) -> None:
+    """`2>&1 | tee log` in a terminal: Ctrl-C ends tee first, and Python would turn a failed last flush into 120."""
+    process = start(
+        "import sys, time\nfrom hf_tinylm.errors import RunStopped, exit_with_error_line\n"
+        "def command():\n"
+        f"    {READY}"
+        "    time.sleep(0.5)\n"
+        "    print('held back in a buffer')\n"
+        "    raise RunStopped('by a signal', 130)\n"
+        "sys.exit(exit_with_error_line(command))",
+        PYTHONUNBUFFERED="",
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(20) == 130
 
 
 def test_this_process_is_left_without_handlers_of_ours() -> None:

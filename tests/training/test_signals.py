@@ -37,7 +37,7 @@ SIGINT, SIGTERM = signal.SIGINT, signal.SIGTERM
 
 # Runs the recipe: drive.py FOLDER PHASE RECIPE ARGUMENTS... In PHASE it touches FOLDER/held-RANK and awaits FOLDER/go.
 DRIVE = """
-import os, runpy, sys, time
+import os, runpy, signal, sys, time
 from pathlib import Path
 
 folder, phase, recipe = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -68,8 +68,10 @@ def update_begins(*_, **__):
 
 def forward(model, *_, **__):
     seen["forward"] += model.training
-    if model.training and seen["update"] == 3 and seen["forward"] == 2:
+    if model.training and seen["update"] == 5 and seen["forward"] == 2:  # neither evaluated nor saved
         hold("accumulation")
+        if phase == "stopping":
+            os.kill(os.getpid(), signal.SIGTERM)
 
 def evaluate_batch(*_):
     seen["batch"] += 1
@@ -92,7 +94,8 @@ if phase != "none":
     before(update.Update, "run", update_begins)
     before(model.TinyLMForCausalLM, "forward", forward)
     before(validation, "_batch_sums", evaluate_batch)
-    before(saver, "write_checkpoint", lambda *_: hold("save"))
+    saves = {2: "save", 5: "stopping", 6: "last save"}
+    before(saver, "write_checkpoint", lambda _, snapshot: hold(saves.get(snapshot.step)))
     before(trainer.LMTrainer, "_count", count)
     before(trainer.LMTrainer, "save_model", train_ends)
 sys.argv = [recipe, *sys.argv[4:]]
@@ -301,17 +304,16 @@ def assert_resumes_to(server: Server, folder: Path, whole: Path, processes: int 
 # phase, signal, update that is saved (None: no run has begun), arguments
 PHASES = [
     ("start-up", SIGTERM, None, ()),
-    ("preparation", SIGINT, 1, ()),
-    ("accumulation", SIGINT, 3, ()),
-    ("evaluation", SIGTERM, 3, ()),
-    ("save", SIGTERM, 3, ("--save_in_background", "false")),  # of update 2
-    ("last update", SIGINT, 6, ()),
+    pytest.param("preparation", SIGINT, 1, (), marks=pytest.mark.slow),
+    ("accumulation", SIGINT, 5, ()),
+    pytest.param("evaluation", SIGTERM, 3, (), marks=pytest.mark.slow),
+    pytest.param("save", SIGTERM, 3, ("--save_in_background", "false"), marks=pytest.mark.slow),  # of update 2
+    pytest.param("last update", SIGINT, 6, (), marks=pytest.mark.slow),  # before its evaluation
+    ("last save", SIGTERM, 6, ()),
 ]
 
 
-@pytest.mark.parametrize(
-    ("phase", "number", "step", "more"), PHASES, ids=[phase.replace(" ", "-") for phase, *_ in PHASES]
-)
+@pytest.mark.parametrize(("phase", "number", "step", "more"), PHASES)
 def test_a_signal_in_any_phase_saves_a_complete_update_and_the_run_resumes_to_the_same_bits(
     server: Server, whole: Callable[[int], Path], tmp_path: Path, phase: str, number: int, step: int | None, more: Any
 ) -> None:
@@ -326,12 +328,14 @@ def test_a_signal_in_any_phase_saves_a_complete_update_and_the_run_resumes_to_th
     else:
         assert_stopped_at(out, step, signal.Signals(number).name)
         evaluated = [row["step"] for row in untimed(out) if "eval_loss" in row]
-        assert evaluated == ([3] if step == 6 else []), "an evaluation that was cut short leaves no row"
+        expected = {"accumulation": [3], "last update": [3], "last save": [3, 6]}.get(phase, [])
+        assert evaluated == expected, "an evaluation that was cut short leaves no row"
     assert "Traceback" not in run.log()
     assert run.log().count("stopped: ") == 1
     assert_resumes_to(server, tmp_path, whole(1))
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_model_is_exported_ends_at_once_and_the_resume_completes_the_run(
     server: Server, whole: Callable[[int], Path], tmp_path: Path
 ) -> None:
@@ -381,6 +385,7 @@ def test_an_evaluation_that_is_cut_short_twice_still_has_its_row_in_the_end(
     assert state["eval_loss"] == next(row["eval_loss"] for row in untimed(tmp_path / "out") if "eval_loss" in row)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_run_within_seconds_and_it_resumes_from_the_save_before(
     server: Server, whole: Callable[[int], Path], tmp_path: Path
 ) -> None:
@@ -393,7 +398,7 @@ def test_a_second_signal_ends_the_run_within_seconds_and_it_resumes_from_the_sav
     run.send(SIGINT)
     assert run.codes() == [130]
     assert time.monotonic() - began < 3
-    assert saved_steps(tmp_path / "out") == [2]
+    assert saved_steps(tmp_path / "out") == [2, 4]
     assert_resumes_to(server, tmp_path, whole(1))
 
 
@@ -408,7 +413,7 @@ def test_a_run_whose_output_nobody_reads_any_more_still_saves(server: Server, tm
     run.send(SIGINT)
     run.release()
     assert run.codes() == [130]
-    assert_stopped_at(tmp_path / "out", 3, "SIGINT")
+    assert_stopped_at(tmp_path / "out", 5, "SIGINT")
 
 
 @pytest.mark.slow
@@ -428,6 +433,7 @@ def test_a_budget_ends_the_recipe_with_exit_code_3_and_the_run_resumes_to_the_sa
     assert clocks["cost"] > sum(clocks["seconds"][name] for name in ("training", "start-up")) > 0
 
 
+@pytest.mark.slow
 def test_a_maximal_cost_without_a_price_is_bad_usage(server: Server, tmp_path: Path) -> None:
     run = Run(server, tmp_path, "none", "--max_cost", "3")
     assert run.codes() == [2]
@@ -440,23 +446,25 @@ def test_a_maximal_cost_without_a_price_is_bad_usage(server: Server, tmp_path: P
 @pytest.mark.parametrize(
     ("phase", "number", "ranks", "step"),
     [
-        ("accumulation", SIGTERM, (0, 1), 3),
-        pytest.param("accumulation", SIGINT, (1,), 3, marks=pytest.mark.slow),  # one of them only
+        ("accumulation", SIGTERM, (0, 1), 5),
+        pytest.param("accumulation", SIGINT, (1,), 5, marks=pytest.mark.slow),  # one of them only
         pytest.param("preparation", SIGTERM, (1,), 1, marks=pytest.mark.slow),
         pytest.param("evaluation", SIGINT, (0, 1), 3, marks=pytest.mark.slow),
         pytest.param("evaluation", SIGTERM, (1,), 3, marks=pytest.mark.slow),
         pytest.param("last update", SIGTERM, (1,), 6, marks=pytest.mark.slow),
+        pytest.param("export", SIGTERM, (0, 1), None, marks=pytest.mark.slow),
     ],
 )
 def test_processes_stop_together_at_the_same_update_with_the_same_code(
-    server: Server, whole: Callable[[int], Path], tmp_path: Path, phase: str, number: int, ranks: Any, step: int
+    server: Server, whole: Callable[[int], Path], tmp_path: Path, phase: str, number: int, ranks: Any, step: int | None
 ) -> None:
     run = Run(server, tmp_path, phase, processes=2)
     run.held(2)
     run.send(number, *ranks)
     run.release()
     assert run.codes() == [128 + number] * 2, run.log()
-    assert_stopped_at(tmp_path / "out", step, signal.Signals(number).name)
+    if step is not None:
+        assert_stopped_at(tmp_path / "out", step, signal.Signals(number).name)
     assert "Traceback" not in run.log()
     assert_resumes_to(server, tmp_path, whole(2), 2)
 
@@ -466,11 +474,10 @@ def test_no_process_leaves_before_the_checkpoint_is_written(
     server: Server, whole: Callable[[int], Path], tmp_path: Path
 ) -> None:
     """A launcher would end the one that is still writing."""
-    run = Run(server, tmp_path, "save", processes=2)
+    run = Run(server, tmp_path, "stopping", processes=2)  # each sends itself the signal; the last write is held
     run.held()
-    run.send(SIGTERM)
     time.sleep(2)
-    assert [server.ask(poll=pid) for pid in run.pids] == [None, None]
+    assert "stopped: " not in run.log(), "a process is on its way out"
     run.release()
     assert run.codes() == [143, 143], run.log()
     assert_resumes_to(server, tmp_path, whole(2), 2)
@@ -585,6 +592,6 @@ def test_under_a_launcher_the_workers_save_the_update_they_are_in(
     wait_until_ended(workers, 30)
     log = (tmp_path / "log-launcher").read_text()
     assert found == code, log
-    assert_stopped_at(tmp_path / "out", 3, reason)
+    assert_stopped_at(tmp_path / "out", 5, reason)
     assert "Go on with --resume_from_checkpoint auto" in log
     assert_resumes_to(server, tmp_path, whole(processes), processes)
