@@ -10,7 +10,7 @@
     ├── TrainingError             1   the run itself failed (a loss that is not finite, a full disk)
     ├── ExportError               1   a model cannot be written in the asked form
     ├── VerificationError         1   a written file does not do what its model does
-    └── RunStopped            3, 128+n   a run ended early, after a clean save: a budget, or signal n
+    └── RunStopped                3   a run ended early after a clean save: a budget did it (128 + n: signal n)
 
 Every message is one line that says what was given, what was needed and what to type next.
 """
@@ -76,7 +76,9 @@ class RunStopped(TinyLMError):
     Exit code 3 when a budget of updates, time or money ended it, 128 + n for signal n (130 SIGINT, 143 SIGTERM).
     """
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    exit_code = 3
+
+    def __init__(self, message: str, exit_code: int = exit_code) -> None:
         super().__init__(message)
         self.exit_code = exit_code
 

@@ -18,6 +18,7 @@ EXIT_CODES = {
     "TrainingError": 1,
     "ExportError": 1,
     "VerificationError": 1,
+    "RunStopped": 3,
 }
 
 
@@ -50,6 +51,14 @@ def test_a_users_error_is_one_line_on_stderr_and_its_exit_code(capsys: pytest.Ca
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "error: runs/a: is empty. Give text.\n"
+
+
+def test_a_run_that_was_stopped_says_so_and_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise errors.RunStopped("SIGTERM ended the run.", 143)
+
+    assert exit_with_error_line(command) == 143
+    assert capsys.readouterr().err == "stopped: SIGTERM ended the run.\n"
 
 
 @pytest.mark.parametrize(("result", "code"), [(None, 0), (0, 0), (3, 3)])
