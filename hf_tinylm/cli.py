@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         "bytes per token by source, round trips, comparison with other tokenizers",
         "hf-tinylm tokenizer audit runs/demo/tokenizer --config demo --compare gpt2",
     )
-    audit.add_argument("tokenizer", help="a folder, or a name on the Hub")
+    audit.add_argument("tokenizer", nargs="?", help="a folder, or a name on the Hub (default: that of the config)")
     audit.add_argument("--compare", nargs="*", default=[], metavar="TOKENIZER", help="folders or names on the Hub")
     _reads_config(audit)
     _takes_json(audit)
@@ -179,7 +179,7 @@ def tokenizer_audit(options: argparse.Namespace) -> int:
     config = _config(options)
     from .data.tokenizer_corpus import audit_from_config
 
-    config.tokenizer.tokenizer_path = options.tokenizer
+    config.tokenizer.tokenizer_path = options.tokenizer or config.tokenizer.tokenizer_path
     report = audit_from_config(config, options.compare)
     _print(options, report, lambda: _audit_lines(report))
     return 0 if report["ok"] else 1

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from .errors import ConfigError
-from .files import bundled, write_text
+from .files import bundled, read_json, write_text
 from .values import PlainDumper, accepts, build, check_name, describe, parse_text, shown
 
 
@@ -302,6 +302,8 @@ def check_config(config: RunConfig) -> None:
     training = config.training
     if training.max_cost is not None and training.price_per_hour is None:
         raise ConfigError(f"max_cost={training.max_cost:g} needs a price. Give it: --price_per_hour 1.10.")
+    if training.fp16 and training.bf16 is True:
+        raise ConfigError("bf16 and fp16 are both true; one precision is needed. Leave out one of them.")
     if training.init_optimizer and training.init_from is None:
         raise ConfigError("init_optimizer is true, but init_from names no checkpoint. Give it: --init_from DIR.")
     _check_heads(config.model)
@@ -365,6 +367,8 @@ def save_config(config: RunConfig, path: Path) -> None:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    if path.suffix == ".json":
+        return _read_run(path)
     try:
         values = parse_text(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -373,11 +377,21 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is {error}") from error
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} holds no sections; the sections are {', '.join(SECTIONS)}.")
-    if path.suffix == ".json" and "identity" in values:  # run.json: what a run was started with
-        values = values.get("config") or {}
-        if not values:
-            raise ConfigError(f"{path} holds no configuration: its run was started without one. Give a YAML file.")
     return dict(values)
+
+
+# What one invocation was asked, which is no part of what the run is.
+_OF_ONE_INVOCATION = ("stop_after_updates", "max_hours", "max_cost", "resume_from_checkpoint")
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    """The configuration that a run.json keeps, without the budgets of the invocation that wrote it."""
+    values = read_json(path)
+    config = values.get("config") if isinstance(values, dict) else None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds no configuration: give the run.json of a run that has one, or a YAML file.")
+    training = {k: v for k, v in (config.get("training") or {}).items() if k not in _OF_ONE_INVOCATION}
+    return {**config, "training": training}
 
 
 def _home_of(key: str) -> tuple[str, str]:

@@ -94,14 +94,14 @@ def difference(old: Any, new: Any, where: str = "") -> list[str]:
 def _git_state() -> dict[str, Any]:
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+            done = subprocess.run(["git", *arguments], capture_output=True, timeout=10, check=True)
         except (OSError, subprocess.SubprocessError):
             return None
-        return done.stdout.strip()
+        return done.stdout.decode("utf-8", errors="replace").strip()
 
     commit = git("rev-parse", "HEAD")
     if commit is None:
         return {"git_commit": None, "git_dirty": None, "git_diff": None}
-    changes = git("diff", "HEAD")
+    changes, status = git("diff", "HEAD"), git("status", "--porcelain")
     diff = None if not changes else changes if len(changes) <= _LONGEST_DIFF else f"{changes[:_LONGEST_DIFF]}\n[cut]"
-    return {"git_commit": commit, "git_dirty": bool(changes), "git_diff": diff}
+    return {"git_commit": commit, "git_dirty": None if status is None else bool(status), "git_diff": diff}

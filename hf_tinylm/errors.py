@@ -18,6 +18,7 @@ Every message is one line that says what was given, what was needed and what to 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -90,7 +91,8 @@ class VerificationError(TinyLMError):
 def exit_with_error_line(command: Callable[[], int | None]) -> int:
     """Run `command` and return its exit code; a `TinyLMError` becomes one line on stderr and its own code.
 
-    Any other exception is a fault of ours and keeps its traceback.
+    So does a path that the system refuses (no permission, no space). Any other exception is a fault of ours and keeps
+    its traceback.
     """
     try:
         return command() or 0
@@ -99,6 +101,12 @@ def exit_with_error_line(command: Callable[[], int | None]) -> int:
         with contextlib.suppress(OSError):  # Ctrl-C ends `| tee log` too: nobody reads, and the exit code still speaks
             print(f"{kind}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:
+        if error.filename is None and error.errno != errno.ENOSPC:
+            raise
+        with contextlib.suppress(OSError):
+            print(f"error: {error.filename or 'a file'}: {error.strerror}.", file=sys.stderr, flush=True)
+        return 1
     finally:
         _let_go_of_closed_streams()
 

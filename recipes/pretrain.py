@@ -23,7 +23,6 @@ from hf_tinylm.training.interrupt import INTERRUPT
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the recipe; the exit code."""
-    INTERRUPT.install()  # a signal ends the run cleanly, from the first moment on
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -33,13 +32,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     from hf_tinylm.data.pack import open_pack, special_ids
     from hf_tinylm.export.card import write_card
-    from hf_tinylm.export.hf import add_gguf
+    from hf_tinylm.export.hf import add_gguf, check_engines
     from hf_tinylm.modeling.factory import new_model
     from hf_tinylm.training.arguments import training_arguments
     from hf_tinylm.training.clocks import process_start
     from hf_tinylm.training.finish import run_summary, write_done
     from hf_tinylm.training.trainer import LMTrainer
 
+    check_engines(config.export.gguf, config.export.verify)
     args = training_arguments(config)
     pack = open_pack(config, verify=args.local_process_index == 0)
     model = new_model(
@@ -77,4 +77,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    INTERRUPT.install()  # a signal ends the run cleanly, from the first moment on
     sys.exit(exit_with_error_line(main))

@@ -53,6 +53,14 @@ def test_a_users_error_is_one_line_on_stderr_and_its_exit_code(capsys: pytest.Ca
     assert captured.err == "error: runs/a: is empty. Give text.\n"
 
 
+def test_a_path_that_the_system_refuses_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise PermissionError(13, "Permission denied", "/proc/1/run.json")
+
+    assert exit_with_error_line(command) == 1
+    assert capsys.readouterr().err == "error: /proc/1/run.json: Permission denied.\n"
+
+
 def test_a_run_that_was_stopped_says_so_and_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> int:
         raise errors.RunStopped("SIGTERM ended the run.", 143)

@@ -174,6 +174,20 @@ def test_the_record_of_a_run_starts_it_again_to_the_same_bits(tiny_config: Path,
     assert json.loads((tmp_path / "again" / "run.json").read_text())["facts"]["note"] == "does it repeat?"
 
 
+def test_the_library_example_of_the_readme_runs_as_it_is_written(tiny_config: Path, tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    code = next(block for block in readme.split("```python")[1:] if "LMTrainer(" in block).split("```")[0]
+    replaced = {"runs/demo/shards": str(tiny_config.parent / "shards"), "runs/mine": str(tmp_path / "mine")}
+    replaced |= {'load_config("demo")': f"load_config({str(tiny_config)!r})", "1_000_000": "512", "8_192": "256"}
+    replaced |= {"sequence_length=256": "sequence_length=32", "vocab_size, 256,": "vocab_size, 32,"}
+    for old, new in replaced.items():
+        assert old in code, old
+        code = code.replace(old, new)
+    done = launch([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
+    assert len(rows_of(tmp_path / "mine")) == 2
+
+
 def test_a_damaged_shard_stops_training_with_its_name(tiny_config: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_config.parent / "shards", tmp_path / "shards")
     shard = next((tmp_path / "shards" / "train").glob("*.arrow"))

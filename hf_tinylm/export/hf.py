@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ..contract import RUN_FILE
-from ..errors import ConfigError, VerificationError
+from ..errors import ConfigError, MissingExtraError, VerificationError
 from ..files import read_json, refuse_folder_in_use
 from ..modeling.factory import load_model
 from ..modeling.stock import save_stock_model
@@ -73,6 +74,7 @@ def export_model(
         VerificationError: a written file does not do what the model does; the file is left for inspection.
     """
     refuse_folder_in_use(output_dir)
+    check_engines(gguf, verify)
     model = load_model(source)
     tokenizer = load_tokenizer(tokenizer_path or find_tokenizer(source))
     save_stock_model(model, output_dir, tokenizer, replace=False)
@@ -98,6 +100,16 @@ def add_gguf(folder: Path, target_dir: Path, name: str, gguf: Sequence[FileType]
     return done
 
 
+def check_engines(gguf: Sequence[str], verify: bool) -> None:
+    """Find out before long work, not after it, that what a verification needs is not installed.
+
+    Raises:
+        MissingExtraError: naming the extra to install.
+    """
+    if gguf and verify and importlib.util.find_spec("xllamacpp") is None:
+        raise MissingExtraError("xllamacpp", "gguf-verify", "verifying a GGUF file in llama.cpp")
+
+
 def find_tokenizer(source: Path) -> str:
     """The tokenizer of a model folder: its own, or the one that the run of a checkpoint names.
 
@@ -112,4 +124,4 @@ def find_tokenizer(source: Path) -> str:
         path = (config.get("tokenizer") or {}).get("tokenizer_path")
         if path:
             return str(path)
-    raise ConfigError(f"{source} has no tokenizer.json and no run.json beside it names one. Give --tokenizer_path DIR.")
+    raise ConfigError(f"{source} has no tokenizer.json and no run.json beside it names one. Give it: --tokenizer DIR.")

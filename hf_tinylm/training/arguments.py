@@ -25,9 +25,9 @@ HONOURED = frozenset(
     activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
     use_cache logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica
     disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy
-    eval_steps eval_delay eval_on_start save_strategy save_steps save_total_limit push_to_hub hub_token
-    hub_private_repo hub_model_id hub_revision metric_for_best_model greater_is_better full_determinism seed use_cpu
-    ddp_bucket_cap_mb ddp_static_graph ddp_backend ddp_timeout debug do_train do_eval do_predict resume_from_checkpoint
+    eval_steps eval_delay save_strategy save_steps save_total_limit metric_for_best_model
+    greater_is_better full_determinism seed use_cpu
+    ddp_bucket_cap_mb ddp_static_graph ddp_backend ddp_timeout do_train do_eval do_predict resume_from_checkpoint
     local_rank
     """.split()
 )
@@ -61,8 +61,15 @@ REFUSED: dict[str, str] = {
     "save_only_model": "a checkpoint without its optimizer cannot be resumed exactly",
     "save_on_each_node": "the main process writes the checkpoint",
     "enable_jit_checkpoint": "saves are made at update borders",
-    "hub_strategy": "the final folder is pushed once, after the last update",
-    "hub_always_push": "the final folder is pushed once, after the last update",
+    "eval_on_start": "the first evaluation is at eval_steps",
+    "debug": "a loss or gradient that is not finite is always looked for",
+    "push_to_hub": "nothing is uploaded yet; push the final folder with huggingface_hub",
+    "hub_token": "nothing is uploaded yet; push the final folder with huggingface_hub",
+    "hub_private_repo": "nothing is uploaded yet; push the final folder with huggingface_hub",
+    "hub_model_id": "nothing is uploaded yet; push the final folder with huggingface_hub",
+    "hub_revision": "nothing is uploaded yet; push the final folder with huggingface_hub",
+    "hub_strategy": "nothing is uploaded yet; push the final folder with huggingface_hub",
+    "hub_always_push": "nothing is uploaded yet; push the final folder with huggingface_hub",
     "load_best_model_at_end": "the run ends with its last weights",
     "ignore_data_skip": "the window order is a function of seed and position, so nothing is skipped or replayed",
     "restore_callback_states_from_checkpoint": "callback states are always restored",
@@ -87,6 +94,9 @@ REFUSED: dict[str, str] = {
     "deepspeed": "this trainer runs one process or DistributedDataParallel",
     "skip_memory_metrics": "memory is not traced",
 }
+
+
+_METRICS = ("loss", "bits_per_byte")
 
 
 @dataclass
@@ -129,11 +139,23 @@ class LMTrainingArguments(TrainingArguments):
             )
         if self.max_cost is not None and self.price_per_hour is None:
             raise ConfigError(f"max_cost={self.max_cost:g} needs a price. Give price_per_hour.")
-        compiled, self.torch_compile = self.torch_compile, False  # LMTrainer compiles; Accelerate would rename weights
+        for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+            value = str(getattr(getattr(self, name), "value", getattr(self, name)))
+            if value not in ("no", "steps"):
+                raise ConfigError(f"{name}={value!r} is not supported by LMTrainer: give steps, or no.")
+        if self.metric_for_best_model not in (None, *_METRICS, *(f"eval_{name}" for name in _METRICS)):
+            raise ConfigError(
+                f"metric_for_best_model={self.metric_for_best_model!r} is not measured; give {' or '.join(_METRICS)}."
+            )
+        # LMTrainer compiles by itself; Accelerate would do it again, and rename the weights.
+        asked = (self.torch_compile, self.torch_compile_backend, self.torch_compile_mode)
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
+        if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+            os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"
         if not self.use_cpu and not accelerator_present():
             self.use_cpu = True
         super().__post_init__()
-        self.torch_compile = compiled
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = any(asked), asked[1], asked[2]
 
 
 def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:
@@ -178,6 +200,8 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
     use_cpu = training.use_cpu or not accelerator_present()
     if use_cpu:
         torch.set_num_threads(cpu_threads(training.cpu_threads))
+    if training.fp16 and use_cpu:
+        raise ConfigError("fp16 needs a GPU; this run is on a CPU. Leave it out, or use bf16.")
     bf16 = multiplies_bf16(use_cpu) and not training.fp16 if training.bf16 == "auto" else training.bf16
     precision = "fp16" if training.fp16 else "bf16" if bf16 else "no"
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision  # the config decides, not the launcher

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,16 @@ def peak_flops() -> float | None:
     """Published dense bf16 peak of this process's GPU in FLOP/s; None when it is not known, as on a CPU."""
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name()
-    return next((peak for key, peak in _PEAK_FLOPS.items() if key in name), None)
+    return peak_of(torch.cuda.get_device_name())
+
+
+def peak_of(name: str) -> float | None:
+    """The published peak of a GPU by its name, which must hold every word of an entry and no other variant's."""
+    words = set(re.split(r"[\s-]+", name))
+    if "NVL" in words:
+        return None
+    entries = sorted(_PEAK_FLOPS.items(), key=lambda entry: -len(entry[0].split()))
+    return next((peak for key, peak in entries if set(key.split()) <= words), None)
 
 
 class JsonLines:

@@ -11,11 +11,11 @@ import torch
 
 from ..contract import RUN_FILE, check_contract, new_contract, write_contract
 from ..errors import CheckpointError, ContractError
-from ..files import read_json, refuse_folder_in_use, sha256_of_file
-from ..modeling.factory import load_model
+from ..files import read_json, refuse_folder_in_use, sha256_of_json
 from .checkpoint import Snapshot, list_checkpoints, read_checkpoint, select_checkpoint, set_aside_newer
 from .clocks import Clocks
 from .folder import RunLock, check_disk, is_start_that_was_killed, leftovers, remove_leftovers, size_of
+from .lineage import initialise_from, lineage
 from .metrics import EVENTS, METRICS, Events, JsonLines
 from .optimizer import load_optimizer_tensors, optimizer_tensors
 from .random_state import random_tensors
@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 # Arguments that decide the numbers of a run; all others may differ between its invocations.
 IDENTITY_ARGUMENTS = (
     *("learning_rate", "min_lr_ratio", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-    *("max_grad_norm", "bf16", "fp16", "nonfinite", "seed"),
+    *("max_grad_norm", "bf16", "fp16", "nonfinite", "nonfinite_limit", "seed", "eval_tokens"),
 )
 # Execution whose change alters the order of floating-point sums.
-CHANGES_BITS = ("processes", "device", "cpu_threads", "per_device_train_batch_size", "torch_compile", "torch")
+CHANGES_BITS = (
+    *("processes", "device", "cpu_threads", "per_device_train_batch_size", "torch_compile", "torch"),
+    *("attn_implementation", "tf32"),
+)
 
 
 class RunRecord:
@@ -57,10 +60,14 @@ class RunRecord:
             CheckpointError: a checkpoint that was named is not whole.
             ConfigError: a new run in a folder in use, or too little room on its disk.
         """
+        args = self.trainer.args
         folder, passed_over = select_checkpoint(self.output_dir, asked) if asked else (None, [])
         known = bool(asked) and (self.output_dir / RUN_FILE).is_file()
-        contract = self._contract()
+        contract = self._contract(known)
+        self.identity_sha256 = sha256_of_json(contract["identity"])
         changed = check_contract(self.output_dir, contract) if known or folder is not None else []
+        if folder is None and args.init_from is not None:
+            initialise_from(args.init_from, args.init_optimizer, self.trainer.model, self.trainer.optimizer)
         if self.main:
             if not known and not is_start_that_was_killed(self.output_dir):
                 refuse_folder_in_use(self.output_dir)
@@ -76,9 +83,10 @@ class RunRecord:
             return True
         plan = self.trainer.plan
         thrown_away = self._continue_clocks({}, 0)
-        self.events.add("started", 0, updates=plan.updates, train_tokens=plan.train_tokens, **thrown_away)
+        dropped = getattr(self.trainer.train_dataset, "dropped_ids", None)  # ids that no window supervises
+        facts = {"updates": plan.updates, "train_tokens": plan.train_tokens, "dropped_ids": dropped}
+        self.events.add("started", 0, **facts, **thrown_away)
         self._go_back_to(0)
-        self._initialise()
         return False
 
     def save(self, evaluation_due: bool, eval_loss: float | None) -> None:
@@ -106,13 +114,14 @@ class RunRecord:
 
     # ---- contract -----------------------------------------------------------------------------------------------
 
-    def _contract(self) -> dict[str, Any]:
+    def _contract(self, known: bool) -> dict[str, Any]:
+        """What this run is; `known` when the folder records it already."""
         trainer, args, plan = self.trainer, self.trainer.args, self.trainer.plan
         identity = {
             "model": trainer.model.config.identity,
             "training": {name: getattr(args, name) for name in IDENTITY_ARGUMENTS}
             | {"train_tokens": plan.train_tokens, "global_batch_tokens": plan.global_batch_tokens}
-            | self._lineage(),
+            | {"init_from": self._lineage(known)},
             "data": {
                 "sequence_length": plan.sequence_length,
                 "window_order": getattr(trainer.train_dataset, "order", None),
@@ -128,50 +137,29 @@ class RunRecord:
             "per_device_train_batch_size": plan.per_device_train_batch_size,
             "torch_compile": args.torch_compile,
             "torch": torch.__version__,
+            "attn_implementation": trainer.model.config._attn_implementation,
+            "tf32": args.tf32,
         }
         return new_contract(identity, execution, trainer.run_config, {"note": args.note, "expect": args.expect})
 
-    def _lineage(self) -> dict[str, Any]:
-        """What a branched run started from, by content."""
-        source = self.trainer.args.init_from
-        if source is None:
-            return {}
-        folder = Path(source)
-        weights = {path.name: sha256_of_file(path) for path in sorted(folder.glob("*.safetensors"))}
-        parent = folder.parent / RUN_FILE
-        return {
-            "init_from": {
-                "path": str(folder),
-                "weights_sha256": weights,
-                "with_optimizer": self.trainer.args.init_optimizer,
-                "parent_identity": read_json(parent)["identity"] if parent.is_file() else None,
-            }
-        }
-
-    def _initialise(self) -> None:
-        """Start from the weights, and if asked the moments, of another run's checkpoint."""
-        args, trainer = self.trainer.args, self.trainer
+    def _lineage(self, known: bool) -> dict[str, Any] | None:
+        """What a branch started from: as recorded, since its parent may be gone by now, or read afresh."""
+        args = self.trainer.args
         if args.init_from is None:
-            return
-        folder = Path(args.init_from)
-        source = load_model(folder)
-        theirs, ours = source.config.identity, trainer.model.config.identity
-        for name in ("initializer_range", "attention_dropout", "max_position_embeddings"):
-            theirs.pop(name), ours.pop(name)
-        if theirs != ours:
-            raise ContractError(f"init_from {folder} is a model of another shape: it has {theirs}, this run {ours}.")
-        trainer.model.load_state_dict(source.state_dict())
-        if args.init_optimizer:
-            if not (folder / "optimizer.safetensors").is_file():
-                raise CheckpointError(
-                    f"init_optimizer needs a checkpoint folder; {folder} has no optimizer.safetensors."
-                )
-            snapshot = read_checkpoint(folder)
-            load_optimizer_tensors(trainer.optimizer, trainer.model, snapshot.optimizer)
+            return None
+        if known:
+            recorded: dict[str, Any] | None = read_json(self.output_dir / RUN_FILE)["identity"]["training"]["init_from"]
+            return recorded
+        return lineage(args.init_from, args.init_optimizer) if self.main else None
 
     def _tell(self, trace: str | None, passed_over: list[str], changed: list[str]) -> None:
         """Say what is unusual about this start, on stderr and in the events."""
         notices = [*([trace] if trace else []), *passed_over]
+        dataset, args = self.trainer.eval_dataset, self.trainer.args
+        if dataset is not None and args.eval_strategy == "steps":
+            there = len(dataset) * int(dataset.sequence_length)
+            if there < args.eval_tokens:
+                notices.append(f"eval_tokens={args.eval_tokens:,} were asked; validation has {there:,}, all are used.")
         altered = [line for line in changed if line.split(":")[0] in CHANGES_BITS]
         if altered:
             notices.append(
@@ -232,6 +220,7 @@ class RunRecord:
             "clocks": self.clocks.to_state(),
             "ended": trainer.control.should_training_stop,
             "processes": trainer.accelerator.num_processes,
+            "identity_sha256": self.identity_sha256,
         }
         return Snapshot(
             step,
@@ -244,6 +233,11 @@ class RunRecord:
 
     def _restore(self, snapshot: Snapshot, folder: Path, changed: list[str]) -> None:
         trainer, state = self.trainer, snapshot.trainer_state
+        if state.get("identity_sha256") != self.identity_sha256:
+            raise ContractError(
+                f"{folder} is a checkpoint of another run than {self.output_dir / RUN_FILE} records. Resume one of "
+                f"this run's own, or start a branch in a new output_dir: --init_from {folder}."
+            )
         missing, unexpected = trainer.model.load_state_dict(snapshot.weights, strict=False)
         tied = {"lm_head.weight"} if trainer.model.config.tie_word_embeddings else set()
         if unexpected or set(missing) - tied:

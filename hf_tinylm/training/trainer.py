@@ -20,7 +20,6 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Prog
 from transformers.trainer_utils import TrainOutput
 
 from ..errors import ConfigError, RunStopped, TrainingError
-from ..files import refuse_folder_in_use
 from ..modeling.loss import IGNORE_INDEX
 from ..modeling.model import TinyLMForCausalLM
 from ..modeling.stock import save_stock_model
@@ -88,8 +87,6 @@ class LMTrainer(Trainer):
         self.output_dir = Path(str(args.output_dir))
         self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
         self.run_facts, self.run_config, self.export_bytes = run_facts or {}, run_config, export_bytes
-        if args.process_index == 0 and not args.resume_from_checkpoint:
-            refuse_folder_in_use(self.output_dir)
         super().__init__(
             model=model,
             args=args,
@@ -318,7 +315,9 @@ class LMTrainer(Trainer):
         windows = [own + batch * rows + row for batch in result.bad_batches for row in range(rows)]
         facts = describe_failure(self.accelerator, windows, batches, result, self.processing_class)
         skip = self.args.nonfinite == "skip" and self.skipped_batches < self.args.nonfinite_limit
-        self.record.events.add("nonfinite", number, action="skipped" if skip else "stopped", **facts)
+        describe = getattr(self.train_dataset, "describe", None)
+        places = [describe(window) for window in facts["windows"][:8]] if describe else None
+        self.record.events.add("nonfinite", number, action="skipped" if skip else "stopped", **facts, places=places)
         if skip:
             self.skipped_batches += 1
             return
@@ -327,8 +326,8 @@ class LMTrainer(Trainer):
         good = self.record.last_checkpoint()
         raise TrainingError(
             f"Update {number + 1:,} has loss {result.loss} and gradient norm {result.grad_norm}; nothing of it was "
-            f"applied. Its windows with such a loss: {where}. The last good checkpoint is {good or 'none yet'}. See "
-            "events.jsonl and the windows (hf-tinylm inspect), lower learning_rate, or set nonfinite: skip."
+            f"applied. Its windows with such a loss: {where}. The last good checkpoint is {good or 'none yet'}. "
+            "events.jsonl has their places and the text; lower learning_rate, or set nonfinite: skip."
         )
 
     def _count(self, result: UpdateResult, seconds: float) -> None:
@@ -341,7 +340,8 @@ class LMTrainer(Trainer):
         flops = self.model.config.shape.flops_per_token_with_attention(plan.sequence_length)
         clocks.training_seconds += seconds
         clocks.flops += flops * result.targets
-        per_second, peak = result.targets / seconds, peak_flops()
+        per_second = result.targets / seconds
+        peak = peak_flops() if self.args.device.type == "cuda" and self.args.bf16 else None
         self._row = {
             "step": self.state.global_step,
             "supervised_tokens": self.supervised_tokens,

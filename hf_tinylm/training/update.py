@@ -88,8 +88,8 @@ class Update:
         result = UpdateResult(loss, targets, norm_value, clipped, agreed, bad, overflow)
         if result.applied:
             self._commit(learning_rate, norm)
-        if self.scaler is not None and (result.applied or overflow):
-            self.scaler.update()
+        if self.scaler is not None:  # a loss that is not finite says nothing about the scale, which then stays
+            self.scaler.update(None if result.applied or overflow else self.scaler.get_scale())
         self.optimizer.zero_grad(set_to_none=True)
         return result
 

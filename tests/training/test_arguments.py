@@ -29,14 +29,18 @@ def test_every_field_of_training_arguments_is_honoured_or_refused() -> None:
     ("name", "value"),
     [
         ("max_steps", 10), ("num_train_epochs", 1.0), ("gradient_accumulation_steps", 4),
-        ("deepspeed", {}), ("warmup_steps", 0.1),
+        ("deepspeed", {}), ("warmup_steps", 0.1), ("eval_strategy", "epoch"), ("save_strategy", "best"),
+        ("logging_strategy", "epoch"), ("metric_for_best_model", "accuracy"), ("push_to_hub", True), ("debug", "x"),
+        ("eval_on_start", True),
         ("fsdp", "full_shard"), ("auto_find_batch_size", True), ("optim", "adafactor"), ("label_smoothing_factor", 0.1),
         ("lr_scheduler_type", "constant"), ("load_best_model_at_end", True), ("logging_nan_inf_filter", False),
         ("dataloader_num_workers", 2), ("neftune_noise_alpha", 5.0), ("average_tokens_across_devices", False),
     ],
 )  # fmt: skip
 def test_a_field_that_the_loop_does_not_honour_is_an_error_when_set(tmp_path: Path, name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=.*(is not supported by LMTrainer|must be a whole number)"):
+    with pytest.raises(
+        ConfigError, match=f"{name}=.*(is not supported by LMTrainer|must be a whole number|is not measured)"
+    ):
         LMTrainingArguments(output_dir=str(tmp_path), **{name: value})
 
 
@@ -75,11 +79,11 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
         "max_grad_norm": 0.5, "torch_compile": "true", "gradient_checkpointing": "true", "use_cpu": "true",
         "logging_steps": 9, "eval_steps": 9, "save_steps": 9, "save_minutes": 9, "save_total_limit": 9,
         "resume_from_checkpoint": "auto", "report_to": "tensorboard", "run_name": "other", "seed": 9,
-        "fp16": "true", "save_best": "true", "milestone_steps": 9, "save_in_background": "false", "init_from": "other",
+        "save_best": "true", "milestone_steps": 9, "save_in_background": "false", "init_from": "other",
         "init_optimizer": "true", "nonfinite": "skip", "nonfinite_limit": 9, "stop_after_updates": 9, "max_hours": 9.0,
         "max_cost": 9.0, "price_per_hour": 9.0, "note": "other", "expect": "other",
     }  # fmt: skip
-    not_arguments = {"cpu_threads"}  # given to torch itself, tested below
+    not_arguments = {"cpu_threads", "fp16"}  # for torch itself, and for a GPU; both tested below
     assert set(other) | not_arguments == {field.name for field in dataclasses.fields(TrainingSection)}
     base = ["--cpu_threads", "1", "--bf16", "false"]
     plain = training_arguments(load_config(None, [*base, "--output_dir", str(tmp_path)]))
@@ -94,3 +98,10 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
         if all(getattr(plain, name) == getattr(changed, name) for name in names):
             unchanged.append(key)
     assert unchanged == (["use_cpu"] if plain.use_cpu else [])
+
+
+def test_float16_is_refused_on_a_cpu_and_beside_bfloat16(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="fp16 needs a GPU"):
+        training_arguments(load_config(None, ["--output_dir", str(tmp_path), "--fp16", "--use_cpu"]))
+    with pytest.raises(ConfigError, match="bf16 and fp16 are both true"):
+        load_config(None, ["--fp16", "--bf16"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_tinylm.errors import TrainingError
-from hf_tinylm.training.metrics import Events, JsonLines, read_rows
+from hf_tinylm.training.metrics import Events, JsonLines, peak_of, read_rows
 
 
 def test_rows_come_back_and_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
@@ -75,3 +75,11 @@ def test_an_event_has_a_time_a_name_and_a_step(tmp_path: Path) -> None:
     row = read_rows(tmp_path / "events.jsonl")[0]
     assert list(row) == ["time", "event", "step", "checkpoint"]
     assert row["time"] > 1.7e9
+
+
+def test_the_peak_of_a_gpu_is_that_of_its_own_name() -> None:
+    known = {"NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA L4": 121e12, "NVIDIA H100 PCIe": 756e12}
+    known |= {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA GeForce RTX 4090": 165.2e12}
+    assert {name: peak_of(name) for name in known} == known
+    for other in ("NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA H100 NVL", "Tesla T4"):
+        assert peak_of(other) is None, other

@@ -150,6 +150,47 @@ def test_a_branch_with_the_optimizer_continues_its_moments(make_trainer: Make) -
     assert float(moments["step.model.norm.weight"]) == 7.0
 
 
+def test_a_branch_is_resumed_after_its_parent_is_gone(make_trainer: Make) -> None:
+    parent = make_trainer("parent", **RUN)
+    parent.train()
+    fields = {**RUN, "init_from": str(parent.output_dir / "checkpoint-00000006")}
+    child = make_trainer("child", **fields)
+    child.train()
+    shutil.rmtree(parent.output_dir)
+    shutil.rmtree(child.output_dir / "checkpoint-00000012")
+    assert make_trainer("child", **fields, resume_from_checkpoint="auto").train().global_step == 12
+
+
+def test_a_branch_starts_from_a_final_folder_too(make_trainer: Make) -> None:
+    parent = make_trainer("parent", **RUN)
+    parent.train()
+    parent.save_model()
+    child = make_trainer("child", init_from=str(parent.output_dir / "final"), save_strategy="steps", save_steps=1)
+    child.train()
+    first, second = (read_rows(run.output_dir / "metrics.jsonl")[0]["loss"] for run in (parent, child))
+    assert second < first - 0.1
+
+
+def test_a_wrong_start_of_a_branch_leaves_the_folder_free(make_trainer: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a model folder"):
+        make_trainer("child", init_from=str(tmp_path)).train()
+    assert make_trainer("child").train().global_step == 6
+
+
+def test_a_checkpoint_of_another_run_is_no_resume(make_trainer: Make) -> None:
+    first, second = make_trainer("first", **RUN), make_trainer("second", **{**RUN, "learning_rate": 5e-2})
+    first.train()
+    second.train()
+    foreign = str(second.output_dir / "checkpoint-00000004")
+    with pytest.raises(ContractError, match="checkpoint of another run"):
+        make_trainer("first", **RUN, resume_from_checkpoint=foreign).train()
+
+
+def test_resuming_by_the_argument_of_train_works_as_in_hugging_face(make_trainer: Make) -> None:
+    make_trainer(**RUN).train()
+    assert make_trainer(**RUN).train(resume_from_checkpoint=True).global_step == 12
+
+
 def test_a_branch_from_a_model_of_another_shape_is_refused(make_trainer: Make) -> None:
     parent = make_trainer("parent", train_tokens=256, warmup_steps=0)
     parent.train()

@@ -342,7 +342,7 @@ def test_a_batch_that_does_not_divide_and_a_folder_in_use_are_refused(make_train
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
     with pytest.raises(ConfigError, match="not empty"):
-        make_trainer("used")
+        make_trainer("used").train()
     assert not (tmp_path / "run").exists(), "a refused run must not leave a folder"
 
 

@@ -72,6 +72,9 @@ def test_a_loss_that_is_not_finite_is_no_overflow_and_leaves_the_scale() -> None
     assert not result.applied
     assert result.bad_batches == [0, 1]
     assert scaler.get_scale() == 2.0**10
+    with torch.no_grad():
+        model.model.norm.weight[0] = 1.0
+    assert update.run(batches(1), 1e-3).applied, "after a skipped update the scaler goes on"
 
 
 def test_a_batch_without_targets_gives_no_nan() -> None:
