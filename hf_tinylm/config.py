@@ -57,18 +57,26 @@ class TokenizerSection:
 class SourceSection:
     """One source of text.
 
-    `path` is a file, a glob, a folder, `bundled:NAME`, or a `datasets` name with `config` and `split`.
+    `path` is a file, a glob, a folder, `bundled:NAME`, or a `datasets` name with `config` and `split`. A filter drops
+    the documents that it does not allow; how many is in the manifest.
     """
 
     name: str
     path: str
     licence: str = "unknown"
-    format: Literal["auto", "text", "jsonl", "parquet", "datasets"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "datasets"] = "auto"
     splitter: str | None = None  # None: one document per text file; paragraphs_N: about N bytes each; lines
     text_column: str = "text"
     config: str | None = None
     split: str = "train"
     max_documents: int | None = None
+    utf8: Literal["strict", "replace", "skip"] = "strict"  # a line or value that is not UTF-8; counted in any case
+    min_characters: int | None = None
+    max_characters: int | None = None
+    language_column: str | None = None
+    languages: list[str] = field(default_factory=list)  # values of language_column that are used
+    licence_column: str | None = None
+    licences: list[str] = field(default_factory=list)  # values of licence_column that are used
 
 
 @dataclass
@@ -314,6 +322,21 @@ def check_config(config: RunConfig) -> None:
             raise ConfigError(
                 f"max_documents={source.max_documents} of source {source.name!r} must be above 0, or null."
             )
+        _check_filters(source)
+
+
+def _check_filters(source: SourceSection) -> None:
+    for column, allowed in (("language_column", "languages"), ("licence_column", "licences")):
+        if bool(getattr(source, column)) != bool(getattr(source, allowed)):
+            raise ConfigError(
+                f"source {source.name!r} has {column}={getattr(source, column)} and {allowed}="
+                f"{getattr(source, allowed)}. A filter needs both: {column}: NAME, {allowed}: [VALUE, ...]."
+            )
+    low, high = source.min_characters, source.max_characters
+    if (low is not None and low < 0) or (high is not None and high < max(low or 0, 1)):
+        raise ConfigError(
+            f"source {source.name!r}: no document has min_characters={low} to max_characters={high}. Change one."
+        )
 
 
 def _check_heads(model: ModelSection) -> None:

@@ -23,9 +23,10 @@ from ..files import atomic_folder, refuse_folder_in_use
 from ..tokenization.encoder import FastEncoder
 from ..tokenization.load import load_tokenizer, tokenizer_sha256, vocabulary_size
 from ..tokenization.special import END_OF_TEXT
+from .chunks import Skipped
 from .shard_writer import ShardWriter
 from .shards import SPLITS
-from .sources import Skipped, read_documents
+from .sources import read_documents
 from .split import VALIDATION_RULE, content_digest, is_validation
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ def _write_pack(
             "duplicates": account.duplicates,
             "dropped": dict(sorted(account.skipped.counts.items())),
             "dropped_first": dict(sorted(account.skipped.first.items())),
+            "not_utf8": account.skipped.not_utf8(),
             "validation": {"fraction": config.data.validation_fraction, "rule": VALIDATION_RULE},
             "encoder": encoder.engine,
             "seed": None,  # nothing in this pack is drawn at random

@@ -1,20 +1,20 @@
-"""Documents from text files, JSONL, Parquet and `datasets` names, one at a time, with what was skipped counted."""
+"""The files of a source, and its documents from text, JSONL, Parquet, Arrow and `datasets` names."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any
 
 from ..config import SourceSection
 from ..errors import DataError
 from ..files import bundled
 from . import readers
-from .readers import Record
+from .chunks import Chunk, Skipped
+from .readers import ReadBytes
+from .records import Document, documents_of, filter_columns
 
 BUNDLED_PREFIX = "bundled:"
 COMPRESSIONS = (".xz", ".gz", ".zst")
@@ -25,56 +25,52 @@ FORMATS = {
     ".ndjson": "jsonl",
     ".json": "jsonl",
     ".parquet": "parquet",
+    ".arrow": "arrow",
 }
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
-@dataclass(frozen=True)
-class Document:
-    """One text of a source; `place` says where it was read (file and line, row or byte), for people."""
-
-    text: str
-    source: str
-    place: str
-
-
-@dataclass
-class Skipped:
-    """Records without text, counted by reason: empty, white_space, null, missing. `first` is where each began."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    first: dict[str, str] = field(default_factory=dict)
-
-    def add(self, reason: str, place: str) -> None:
-        """Count one record."""
-        self.counts[reason] += 1
-        self.first.setdefault(reason, place)
-
-
 def read_documents(source: SourceSection, skipped: Skipped) -> Iterator[Document]:
-    """The documents of a source, in the order of its files; what has no text is counted in `skipped`.
+    """The documents of a source, in the order of its files; what is not used is counted in `skipped`.
 
     Raises:
-        DataError: a file is missing or damaged, is not UTF-8, or has another shape than the source says; the message
-            names the file and the line, row or byte.
+        DataError: a file is missing or damaged, is not UTF-8 under the policy strict, or has another shape than the
+            source says; the message names the file and the line, row or byte.
     """
     kept = 0
-    for record in _records(source):
-        text = record.text
-        reason = _why_skip(text)
-        if reason is not None:
-            skipped.add(reason, record.place)
-            continue
-        if not isinstance(text, str):
-            raise DataError(
-                f"{record.place}: {source.text_column} is {type(text).__name__}, not text. Name the column that holds "
-                f"the text: text_column."
-            )
-        _require_unicode(text, record.place)
-        yield Document(text, source.name, record.place)
-        kept += 1
-        if kept == source.max_documents:
-            return
+    for chunk in _whole_documents(read_chunks(source)):
+        skipped.merge(chunk.skipped)
+        for document in documents_of(chunk, source, skipped):
+            yield document
+            kept += 1
+            if kept == source.max_documents:
+                return
+
+
+def read_chunks(source: SourceSection, read: ReadBytes | None = None) -> Iterator[Chunk]:
+    """The input of a source in chunks, in the order of its files.
+
+    Raises:
+        DataError: a file is missing or damaged, or a setting does not fit its format.
+    """
+    files, read = source_files(source), read or ReadBytes()
+    formats = {format_ for _, format_ in files} or {"datasets"}
+    if source.splitter is not None and formats != {"text"}:
+        raise DataError(f"source {source.name}: splitter {source.splitter} is for text files only. Leave it out.")
+    columns = [source.text_column, *filter_columns(source)]
+    if len(columns) > 1 and "text" in formats:
+        raise DataError(f"source {source.name}: text files have no column {columns[1]} to filter by. Leave it out.")
+    if not files:
+        yield from readers.read_hub_dataset(source.path, source.config, source.split, columns)
+    for path, format_ in files:
+        if format_ == "text":
+            yield from readers.read_text(path, source.splitter, source.utf8, read)
+        elif format_ == "jsonl":
+            yield from readers.read_jsonl(path, read)
+        elif format_ == "arrow":
+            yield from readers.read_arrow(path, columns, read)
+        else:
+            yield from readers.read_parquet(path, columns, read)
 
 
 def source_files(source: SourceSection) -> list[tuple[Path, str]]:
@@ -90,27 +86,36 @@ def source_files(source: SourceSection) -> list[tuple[Path, str]]:
         return []
     if not paths:
         raise DataError(
-            f"source {source.name}: {source.path} does not exist or holds no .txt, .md, .jsonl or .parquet file. "
-            f"Correct the path, or give format: datasets for a dataset of the Hub."
+            f"source {source.name}: {source.path} does not exist or holds no .txt, .md, .jsonl, .parquet or "
+            f".arrow file. Correct the path, or give format: datasets for a dataset of the Hub."
         )
     if source.format == "auto":
         return [(path, _format_of(path.name) or "text") for path in paths]
     return [(path, source.format) for path in paths]
 
 
-def _records(source: SourceSection) -> Iterator[Record]:
-    files = source_files(source)
-    if source.splitter is not None and (not files or any(format_ != "text" for _, format_ in files)):
-        raise DataError(f"source {source.name}: splitter {source.splitter} is for text files only. Leave it out.")
-    if not files:
-        yield from readers.read_hub_dataset(source.path, source.config, source.split, source.text_column)
-    for path, format_ in files:
-        if format_ == "text":
-            yield from readers.read_text(path, source.splitter)
-        elif format_ == "jsonl":
-            yield from readers.read_jsonl(path, source.text_column)
-        else:
-            yield from readers.read_parquet(path, source.text_column)
+def _whole_documents(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """The chunks, with the pieces of each large document put together again."""
+    parts: list[Chunk] = []
+    for chunk in chunks:
+        parts.append(chunk)
+        if not chunk.continues:
+            yield _joined(parts) if len(parts) > 1 else chunk
+            parts = []
+
+
+def _joined(parts: list[Chunk]) -> Chunk:
+    """A document in pieces, and what follows it in the last of their chunks, as one chunk."""
+    last, skipped = parts[-1], Skipped()
+    for part in parts:
+        skipped.merge(part.skipped)
+    size = sum(part.pieces[0][1] for part in parts)
+    return replace(
+        last,
+        payload=b"".join(part.payload for part in parts),
+        pieces=[(parts[0].pieces[0][0], size), *last.pieces[1:]],
+        skipped=skipped,
+    )
 
 
 def _find_paths(source: SourceSection) -> list[Path]:
@@ -145,24 +150,3 @@ def _format_of(name: str) -> str | None:
     while path.suffix in COMPRESSIONS:
         path = path.with_suffix("")
     return FORMATS.get(path.suffix)
-
-
-def _why_skip(text: Any) -> str | None:
-    if text is readers.MISSING:
-        return "missing"
-    if text is None:
-        return "null"
-    if text == "":
-        return "empty"
-    return "white_space" if isinstance(text, str) and not text.strip() else None
-
-
-def _require_unicode(text: str, place: str) -> None:
-    """A JSON escape such as backslash-u-d800 is half a character; no UTF-8 text can hold it."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place}: U+{ord(text[error.start]):04X} at character {error.start:,} of the text is half a surrogate "
-            f"pair, which is not valid Unicode. Remove it from the source."
-        ) from error
