@@ -77,6 +77,9 @@ class SourceSection:
     languages: list[str] = field(default_factory=list)  # values of language_column that are used
     licence_column: str | None = None
     licences: list[str] = field(default_factory=list)  # values of licence_column that are used
+    tokens: int | None = None  # ids taken of it, separators included; more than it holds: repeated; None: all, once
+    epochs: float | None = None  # how often its training documents are taken, such as 0.5 or 3
+    weight: float | None = None  # its part of what pack_tokens leaves to the sources with a weight
 
 
 @dataclass
@@ -88,7 +91,10 @@ class DataSection:
     window_order: Literal["permutation", "random"] = "permutation"
     validation_fraction: float = 0.01
     shard_ids: int = 2**24
-    num_workers: int | None = None  # None: one per core
+    num_workers: int | None = None  # encoding processes; None: one per core; 1, or little text: this process alone
+    shuffle: bool | None = None  # documents of all sources in a seeded order; None: with several sources or budgets
+    shuffle_seed: int = 42
+    pack_tokens: int | None = None  # ids of the whole pack, for sources with a weight; None: no source is repeated
     sources: list[SourceSection] = field(default_factory=list)
 
 
@@ -271,7 +277,7 @@ _ABOVE_ZERO = {
         "pad_vocab_to_multiple_of",
     ),
     "tokenizer": ("vocab_size", "sample_bytes", "max_word_bytes", "min_frequency"),
-    "data": ("sequence_length", "shard_ids", "num_workers"),
+    "data": ("sequence_length", "shard_ids", "num_workers", "pack_tokens"),
     "training": (
         *("train_tokens", "global_batch_tokens", "per_device_train_batch_size", "per_device_eval_batch_size"),
         *("learning_rate", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "save_minutes"),
@@ -312,6 +318,11 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(f"max_cost={training.max_cost:g} needs a price. Give it: --price_per_hour 1.10.")
     if training.init_optimizer and training.init_from is None:
         raise ConfigError("init_optimizer is true, but init_from names no checkpoint. Give it: --init_from DIR.")
+    if config.data.pack_tokens is not None and not any(source.weight for source in config.data.sources):
+        raise ConfigError(
+            f"pack_tokens={config.data.pack_tokens:,} is shared out by weight, and no source has one. Give each source "
+            f"a weight, or leave it out."
+        )
     _check_heads(config.model)
     _check_lengths(config)
     names = [source.name for source in config.data.sources]
@@ -323,6 +334,7 @@ def check_config(config: RunConfig) -> None:
                 f"max_documents={source.max_documents} of source {source.name!r} must be above 0, or null."
             )
         _check_filters(source)
+        _check_amount(source)
 
 
 def _check_filters(source: SourceSection) -> None:
@@ -337,6 +349,15 @@ def _check_filters(source: SourceSection) -> None:
         raise ConfigError(
             f"source {source.name!r}: no document has min_characters={low} to max_characters={high}. Change one."
         )
+
+
+def _check_amount(source: SourceSection) -> None:
+    given = {key: getattr(source, key) for key in ("tokens", "epochs", "weight") if getattr(source, key) is not None}
+    if len(given) > 1:
+        raise ConfigError(f"source {source.name!r} has {' and '.join(given)}; one of them says how much. Leave one.")
+    for key, value in given.items():
+        if value <= 0:
+            raise ConfigError(f"{key}={value} of source {source.name!r} must be above 0.")
 
 
 def _check_heads(model: ModelSection) -> None:

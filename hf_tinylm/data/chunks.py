@@ -81,7 +81,7 @@ class Chunk:
     token ids of whole documents (`pieces` counts in ids).
 
     `first` is the number of the first line or row, from 1; `offset` the byte of the file where the payload begins.
-    A text chunk that `continues` is one piece of a document that goes on in the next chunk, cut at white space.
+    A text chunk that is a `part` holds one piece of a large document, which `continues` in the next chunk or ends.
     `read` counts bytes of the source's files read so far, for a progress bar.
     """
 
@@ -92,6 +92,7 @@ class Chunk:
     offset: int = 0
     unit: str = "line"
     pieces: list[tuple[int, int]] = field(default_factory=list)
+    part: bool = False
     continues: bool = False
     skipped: Skipped = field(default_factory=Skipped)
     read: int = 0

@@ -33,8 +33,10 @@ class ReadBytes:
         return self.before + (0 if self.file is None or self.file.closed else self.file.tell())
 
 
-def read_text(path: Path, splitter: str | None, utf8: str, read: ReadBytes) -> Iterator[Chunk]:
+def read_text(path: Path, splitter: str | None, utf8: str, read: ReadBytes, cut_large: bool = False) -> Iterator[Chunk]:
     """Documents of a text file: the whole file, its `lines`, or `paragraphs_N` of about N bytes.
+
+    With `cut_large`, each piece of a document above `CHUNK_BYTES` is a chunk of its own.
 
     Lines that are not UTF-8 go by the policy `utf8`; offsets of documents count the bytes that remain.
 
@@ -45,22 +47,24 @@ def read_text(path: Path, splitter: str | None, utf8: str, read: ReadBytes) -> I
     rule, skipped = find_splitter(splitter), Skipped()
     with open_binary(path, read) as file:
         pieces: list[tuple[int, bytes]] = []
-        size = 0
+        size, continues = 0, False
 
-        def chunk(continues: bool = False) -> Chunk:
-            made = Chunk("text", str(path), b"".join(piece for _, piece in pieces), continues=continues)
+        def chunk(part: bool = False) -> Chunk:
+            made = Chunk("text", str(path), b"".join(piece for _, piece in pieces), part=part, continues=continues)
             made.pieces = [(offset, len(piece)) for offset, piece in pieces]
             made.skipped, made.read = skipped.take(), read.now()
             return made
 
-        for offset, piece, continues in split_text(valid_blocks(file, str(path), utf8, skipped), rule):
-            if pieces and (continues or size + len(piece) > CHUNK_BYTES or len(pieces) == CHUNK_DOCUMENTS):
+        for offset, piece, goes_on in split_text(valid_blocks(file, str(path), utf8, skipped), rule, 0, cut_large):
+            part = continues or goes_on
+            if pieces and (part or size + len(piece) > CHUNK_BYTES or len(pieces) == CHUNK_DOCUMENTS):
                 yield chunk()
                 pieces, size = [], 0
             pieces.append((offset, piece))
             size += len(piece)
-            if continues:
-                yield chunk(continues=True)
+            continues = goes_on
+            if part:
+                yield chunk(part=True)
                 pieces, size = [], 0
         yield chunk()
 

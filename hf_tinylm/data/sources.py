@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from glob import glob, has_magic
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def read_documents(source: SourceSection, skipped: Skipped) -> Iterator[Document
             source says; the message names the file and the line, row or byte.
     """
     kept = 0
-    for chunk in _whole_documents(read_chunks(source)):
+    for chunk in read_chunks(source):
         skipped.merge(chunk.skipped)
         for document in documents_of(chunk, source, skipped):
             yield document
@@ -47,8 +46,10 @@ def read_documents(source: SourceSection, skipped: Skipped) -> Iterator[Document
                 return
 
 
-def read_chunks(source: SourceSection, read: ReadBytes | None = None) -> Iterator[Chunk]:
+def read_chunks(source: SourceSection, read: ReadBytes | None = None, cut_large: bool = False) -> Iterator[Chunk]:
     """The input of a source in chunks, in the order of its files.
+
+    `read` is told how much has been read; with `cut_large`, large documents of text files come in pieces.
 
     Raises:
         DataError: a file is missing or damaged, or a setting does not fit its format.
@@ -64,7 +65,7 @@ def read_chunks(source: SourceSection, read: ReadBytes | None = None) -> Iterato
         yield from readers.read_hub_dataset(source.path, source.config, source.split, columns)
     for path, format_ in files:
         if format_ == "text":
-            yield from readers.read_text(path, source.splitter, source.utf8, read)
+            yield from readers.read_text(path, source.splitter, source.utf8, read, cut_large)
         elif format_ == "jsonl":
             yield from readers.read_jsonl(path, read)
         elif format_ == "arrow":
@@ -92,30 +93,6 @@ def source_files(source: SourceSection) -> list[tuple[Path, str]]:
     if source.format == "auto":
         return [(path, _format_of(path.name) or "text") for path in paths]
     return [(path, source.format) for path in paths]
-
-
-def _whole_documents(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-    """The chunks, with the pieces of each large document put together again."""
-    parts: list[Chunk] = []
-    for chunk in chunks:
-        parts.append(chunk)
-        if not chunk.continues:
-            yield _joined(parts) if len(parts) > 1 else chunk
-            parts = []
-
-
-def _joined(parts: list[Chunk]) -> Chunk:
-    """A document in pieces, and what follows it in the last of their chunks, as one chunk."""
-    last, skipped = parts[-1], Skipped()
-    for part in parts:
-        skipped.merge(part.skipped)
-    size = sum(part.pieces[0][1] for part in parts)
-    return replace(
-        last,
-        payload=b"".join(part.payload for part in parts),
-        pieces=[(parts[0].pieces[0][0], size), *last.pieces[1:]],
-        skipped=skipped,
-    )
 
 
 def _find_paths(source: SourceSection) -> list[Path]:

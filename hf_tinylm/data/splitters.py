@@ -52,11 +52,14 @@ def find_splitter(name: str | None) -> Splitter:
     return Splitter(_paragraphs_end(int(paragraphs[1])), keeps_line_ends=False, skips_blank_lines=True)
 
 
-def split_text(blocks: Iterable[bytes], splitter: Splitter, offset: int = 0) -> Iterator[tuple[int, bytes, bool]]:
+def split_text(
+    blocks: Iterable[bytes], splitter: Splitter, offset: int = 0, cut_large: bool = True
+) -> Iterator[tuple[int, bytes, bool]]:
     """(offset, bytes, whether the document goes on in the next piece) of a text that arrives in blocks.
 
-    A document above `CHUNK_BYTES` comes in pieces of about that size. Memory: one block and one piece, unless a
-    document offers no place to cut. `offset` is the place of the first byte; offsets count the bytes of the blocks.
+    With `cut_large`, a document above `CHUNK_BYTES` comes in pieces of about that size. Memory: one block and one
+    piece, unless a document offers no place to cut. `offset` is the place of the first byte; offsets count the bytes
+    of the blocks.
     """
     buffer, done, anything = b"", 0, False
     for block, ended in _with_end(blocks):
@@ -69,7 +72,7 @@ def split_text(blocks: Iterable[bytes], splitter: Splitter, offset: int = 0) -> 
                 break
             found = splitter.find_end(buffer, start, done, ended)
             end, following = found or (len(buffer), 0)
-            cut = _place_to_cut(buffer, start) if end - start > CHUNK_BYTES else None
+            cut = _place_to_cut(buffer, start) if cut_large and end - start > CHUNK_BYTES else None
             if cut is not None and cut < end:
                 yield offset + start, buffer[start:cut], True
                 start, done = cut, done + cut - start
