@@ -58,18 +58,20 @@ class SourceSection:
     """One source of text.
 
     `path` is a file, a glob, a folder, `bundled:NAME`, or a `datasets` name with `config` and `split`. A filter drops
-    the documents that it does not allow; how many is in the manifest.
+    the documents that it does not allow; how many is in the manifest. Format `tokens` is a `.bin` file of uint16 ids
+    that the tokenizer `encoded_with` wrote, documents between separators; it must be the tokenizer of the pack.
     """
 
     name: str
     path: str
     licence: str = "unknown"
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "datasets"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens", "datasets"] = "auto"
     splitter: str | None = None  # None: one document per text file; paragraphs_N: about N bytes each; lines
     text_column: str = "text"
     config: str | None = None
     split: str = "train"
     max_documents: int | None = None
+    encoded_with: str | None = None  # tokenizer folder or name; for format tokens
     utf8: Literal["strict", "replace", "skip"] = "strict"  # a line or value that is not UTF-8; counted in any case
     min_characters: int | None = None
     max_characters: int | None = None

@@ -6,6 +6,7 @@ them to standard output until its input ends, which is also how it learns that i
 
 from __future__ import annotations
 
+import itertools
 import logging
 import signal
 import sys
@@ -17,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from ..config import SourceSection
-from ..errors import DataError, TinyLMError, TokenizerError
+from ..errors import DataError, TinyLMError
 from ..tokenization.encoder import FastEncoder
 from ..tokenization.load import parse_backend, vocabulary_size
 from .chunks import Chunk, Skipped
 from .frames import read_frame, write_frame
-from .records import documents_of
+from .records import documents_of, why_length, why_skip
 from .shards import id_dtype
 from .split import content_digest
 
@@ -67,40 +68,62 @@ class ChunkEncoder:
         """
         skipped = Skipped()
         skipped.merge(chunk.skipped)
-        section = self.sources[source]
-        if chunk.part:
-            place = f"{chunk.path} at byte {chunk.pieces[0][0]:,}"
-            documents = [(chunk.payload.decode("utf-8"), place)]
+        if chunk.kind == "ids":
+            documents, encoded = self._token_documents(chunk, source, skipped, limit)
         else:
-            documents = []
-            for document in documents_of(chunk, section, skipped):
-                documents.append((document.text, document.place))
-                if len(documents) == limit:
-                    break
-        encoded = self.encoder.encode_batch([text for text, _ in documents])
+            documents = self._text_documents(chunk, source, skipped, limit)
+            encoded = self.encoder.encode_batch([text for text, _ in documents])
         rows = np.zeros(len(documents), ROW)
         for number, ((text, place), ids) in enumerate(zip(documents, encoded, strict=True)):
             content = text.encode("utf-8")
             checksum = zlib.crc32(content)
-            sampled = (first and number < SAMPLE_FIRST) or checksum % SAMPLE_EVERY == 0
+            sampled = chunk.kind != "ids" and ((first and number < SAMPLE_FIRST) or checksum % SAMPLE_EVERY == 0)
             if sampled and self.encoder.engine != "tokenizers" and self.encoder.differs(text, ids):
                 raise EngineMismatch(f"{self.encoder.engine} gives other ids than tokenizers on {place}.")
             high, low = (0, 0) if chunk.part else halves(content_digest(text))
             rows[number] = (high, low, checksum, len(ids), len(content), not chunk.part)
         flat = np.concatenate(encoded) if encoded else np.empty(0, np.uint32)
-        self._check(flat, section.name)
+        self._check(flat, self.sources[source].name)
         return Encoded(rows, flat.astype(self.dtype), skipped)
+
+    def _text_documents(self, chunk: Chunk, source: int, skipped: Skipped, limit: int | None) -> list[tuple[str, str]]:
+        """(text, place) of each document, or of the one piece of a large document."""
+        if chunk.part:
+            return [(chunk.payload.decode("utf-8"), f"{chunk.path} at byte {chunk.pieces[0][0]:,}")]
+        documents = documents_of(chunk, self.sources[source], skipped)
+        return [(document.text, document.place) for document in itertools.islice(documents, limit)]
+
+    def _token_documents(
+        self, chunk: Chunk, source: int, skipped: Skipped, limit: int | None
+    ) -> tuple[list[tuple[str, str]], list[np.ndarray]]:
+        """(text, place) and ids of each document of a token file; the text tells whether it is a copy."""
+        section, flat = self.sources[source], np.frombuffer(chunk.payload, "<u2")
+        self._check(flat, section.name)
+        documents: list[tuple[str, str]] = []
+        encoded: list[np.ndarray] = []
+        position = 0
+        for offset, size in chunk.pieces:
+            ids, place = flat[position : position + size], f"{chunk.path} at id {offset:,}"
+            position += size
+            text = self.encoder.decode(ids)
+            reason = why_skip(text) or why_length(len(text), section)
+            if reason is not None:
+                skipped.add(reason, place)
+            elif limit is None or len(documents) < limit:
+                documents.append((text, place))
+                encoded.append(ids)
+        return documents, encoded
 
     def _check(self, ids: np.ndarray, source: str) -> None:
         if len(ids) and int(ids.max()) >= self.vocab_size:
-            raise TokenizerError(
+            raise DataError(
                 f"a document of source {source} has id {int(ids.max()):,}; ids from 0 to {self.vocab_size - 1:,} are "
-                f"possible. Train or load the tokenizer again."
+                f"possible. Use the tokenizer that it was encoded with."
             )
         if np.any(ids == self.separator_id):
-            raise TokenizerError(
-                f"a document of source {source} encodes to the separator id {self.separator_id}, which only stands "
-                f"between documents. Use a tokenizer whose separator is no ordinary token."
+            raise DataError(
+                f"a document of source {source} holds the separator id {self.separator_id}, which only stands between "
+                f"documents. Use a tokenizer whose separator is no ordinary token."
             )
 
 

@@ -27,10 +27,10 @@ from tqdm import tqdm
 
 from .. import __version__
 from ..config import RunConfig, SourceSection
-from ..errors import ConfigError, DataError, TokenizerError
+from ..errors import ConfigError, DataError
 from ..files import fsync_tree, refuse_folder_in_use, sha256_of_json
 from ..tokenization.encoder import ids_of_pieces_are_exact, why_not_tiktoken
-from ..tokenization.load import BackendTokenizer, load_backend, tokenizer_sha256, vocabulary_size
+from ..tokenization.load import BackendTokenizer, load_backend, separator_id, tokenizer_sha256, vocabulary_size
 from ..tokenization.special import END_OF_TEXT
 from .chunks import Chunk, Skipped
 from .encoding import Encoded, EngineMismatch
@@ -111,12 +111,13 @@ class _Preparation:
     def __init__(self, config: RunConfig, tokenizer: BackendTokenizer, engine: str, work: Path, progress: bool) -> None:
         self.config, self.data, self.sources = config, config.data, config.data.sources
         self.tokenizer, self.engine, self.work = tokenizer, engine, work
-        self.separator_id = _separator_id(tokenizer)
+        self.separator_id = separator_id(tokenizer)
         self.tokenizer_sha256 = tokenizer_sha256(tokenizer)
         self.vocab_size = vocabulary_size(tokenizer)
         self.dtype = id_dtype(self.vocab_size)
         self.cut_large = ids_of_pieces_are_exact(tokenizer)
         self.shuffle = _shuffles(config)
+        self._check_declared()
         self.keys = [stage_key(source, self.tokenizer_sha256, engine) for source in self.sources]
         self.sizes = [sum(path.stat().st_size for path, _ in source_files(source)) for source in self.sources]
         self.bar = tqdm(desc="prepare", unit=" tokens", unit_scale=True, disable=not progress)
@@ -138,6 +139,19 @@ class _Preparation:
         refuse_folder_in_use(target)
         os.rename(folder, target)
         return manifest
+
+    def _check_declared(self) -> None:
+        """Token files must come from the tokenizer of this pack: ids of another one are other texts."""
+        for source in self.sources:
+            if source.encoded_with is None:
+                continue
+            found = tokenizer_sha256(load_backend(source.encoded_with))
+            if found != self.tokenizer_sha256:
+                raise DataError(
+                    f"source {source.name} was encoded with {source.encoded_with} ({found[:12]}...), the pack is "
+                    f"encoded with {self.tokenizer.name_or_path} ({self.tokenizer_sha256[:12]}...). Use that tokenizer for the "
+                    f"pack, or give the text of the source."
+                )
 
     # ---- first stage
 
@@ -292,16 +306,6 @@ def _require_both_splits(writer: ShardWriter, fraction: float) -> None:
         + ("Raise" if train else "Lower")
         + " validation_fraction, cut long texts into documents (splitter: paragraphs_4096), or add text."
     )
-
-
-def _separator_id(tokenizer: BackendTokenizer) -> int:
-    id_ = tokenizer.get_vocab().get(END_OF_TEXT)
-    if id_ is None:
-        raise TokenizerError(
-            f"the tokenizer {tokenizer.name_or_path} has no {END_OF_TEXT} token to separate documents. "
-            f"Train one that has: hf-tinylm tokenizer train."
-        )
-    return int(id_)
 
 
 def _versions() -> dict[str, str]:

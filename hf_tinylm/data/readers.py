@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..errors import DataError
 from .chunks import CHUNK_BYTES, CHUNK_DOCUMENTS, Chunk, Skipped
 from .splitters import find_splitter, split_text
@@ -133,6 +135,45 @@ def read_arrow(path: Path, columns: Sequence[str], read: ReadBytes) -> Iterator[
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable Arrow file ({error}).") from error
     read.before += path.stat().st_size
+
+
+def read_tokens(path: Path, separator: int, read: ReadBytes) -> Iterator[Chunk]:
+    """Documents of a flat file of uint16 token ids (little-endian), which `separator` stands before, behind or between.
+
+    Raises:
+        DataError: the file is damaged, or holds no separator.
+    """
+    size = path.stat().st_size
+    if size % 2:
+        raise DataError(f"{path} has {size:,} bytes, which is no whole number of uint16 ids. Check that it is whole.")
+    found = False
+    with open_binary(path, read) as file:
+        offset, rest = 0, np.empty(0, "<u2")
+        while True:
+            block = np.frombuffer(file.read(BLOCK_BYTES), "<u2")
+            ids = np.concatenate([rest, block])
+            ends = np.flatnonzero(ids == separator)
+            found = found or len(ends) > 0
+            end = len(ids) if not len(block) else int(ends[-1]) + 1 if len(ends) else 0
+            if end:
+                yield _token_chunk(path, ids[:end], ends, offset, read)
+            rest, offset = ids[end:], offset + end
+            if not len(block):
+                break
+    if not found:
+        raise DataError(
+            f"{path} holds no separator id {separator}, so where its documents end is unknown. Check encoded_with, and "
+            f"that its ids are uint16."
+        )
+
+
+def _token_chunk(path: Path, ids: np.ndarray, ends: np.ndarray, offset: int, read: ReadBytes) -> Chunk:
+    """The documents between separators, without these; nothing between two separators is no document."""
+    starts, stops = np.concatenate([[0], ends + 1]), np.concatenate([ends, [len(ids)]])
+    spans = [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True) if stop > start]
+    payload = b"".join(ids[start:stop].tobytes() for start, stop in spans)
+    pieces = [(offset + start, stop - start) for start, stop in spans]
+    return Chunk("ids", str(path), payload, offset=offset, pieces=pieces, read=read.now())
 
 
 def read_hub_dataset(path: str, config: str | None, split: str, columns: Sequence[str]) -> Iterator[Chunk]:

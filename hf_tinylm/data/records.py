@@ -105,6 +105,11 @@ def _rows(chunk: Chunk, source: SourceSection, skipped: Skipped) -> Iterator[_Ro
             text = chunk.payload[position : position + size].decode("utf-8")
             position += size
             yield _Row(text, f"{chunk.path} at byte {offset:,}", {})
+    elif chunk.kind == "ids":
+        raise DataError(
+            f"{chunk.path} holds token ids, not text. It can be a source of prepare, not of training or auditing a "
+            f"tokenizer."
+        )
     elif chunk.kind == "jsonl":
         yield from _json_rows(chunk, source, skipped)
     else:

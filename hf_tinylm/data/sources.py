@@ -10,6 +10,7 @@ from pathlib import Path
 from ..config import SourceSection
 from ..errors import DataError
 from ..files import bundled
+from ..tokenization.load import load_backend, separator_id
 from . import readers
 from .chunks import Chunk, Skipped
 from .readers import ReadBytes
@@ -25,7 +26,10 @@ FORMATS = {
     ".json": "jsonl",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".bin": "tokens",
 }
+# A .bin file in a folder may be anything; token files are asked for by name or format.
+_IN_FOLDERS = set(FORMATS.values()) - {"tokens"}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -59,7 +63,7 @@ def read_chunks(source: SourceSection, read: ReadBytes | None = None, cut_large:
     if source.splitter is not None and formats != {"text"}:
         raise DataError(f"source {source.name}: splitter {source.splitter} is for text files only. Leave it out.")
     columns = [source.text_column, *filter_columns(source)]
-    if len(columns) > 1 and "text" in formats:
+    if len(columns) > 1 and formats & {"text", "tokens"}:
         raise DataError(f"source {source.name}: text files have no column {columns[1]} to filter by. Leave it out.")
     if not files:
         yield from readers.read_hub_dataset(source.path, source.config, source.split, columns)
@@ -68,6 +72,8 @@ def read_chunks(source: SourceSection, read: ReadBytes | None = None, cut_large:
             yield from readers.read_text(path, source.splitter, source.utf8, read, cut_large)
         elif format_ == "jsonl":
             yield from readers.read_jsonl(path, read)
+        elif format_ == "tokens":
+            yield from readers.read_tokens(path, _separator_of(source), read)
         elif format_ == "arrow":
             yield from readers.read_arrow(path, columns, read)
         else:
@@ -87,12 +93,26 @@ def source_files(source: SourceSection) -> list[tuple[Path, str]]:
         return []
     if not paths:
         raise DataError(
-            f"source {source.name}: {source.path} does not exist or holds no .txt, .md, .jsonl, .parquet or "
-            f".arrow file. Correct the path, or give format: datasets for a dataset of the Hub."
+            f"source {source.name}: {source.path} does not exist or holds no .txt, .md, .jsonl, .parquet, "
+            f".arrow or .bin file. Correct the path, or give format: datasets for a dataset of the Hub."
         )
     if source.format == "auto":
         return [(path, _format_of(path.name) or "text") for path in paths]
     return [(path, source.format) for path in paths]
+
+
+def _separator_of(source: SourceSection) -> int:
+    """The separator id of the tokenizer that a token source declares.
+
+    Raises:
+        DataError: it declares none, or one without a separator.
+    """
+    if source.encoded_with is None:
+        raise DataError(
+            f"source {source.name} is a file of token ids, and nothing says whose. Give its tokenizer: "
+            f"encoded_with: DIR."
+        )
+    return separator_id(load_backend(source.encoded_with))
 
 
 def _find_paths(source: SourceSection) -> list[Path]:
@@ -104,9 +124,7 @@ def _find_paths(source: SourceSection) -> list[Path]:
     if path.is_dir():
         wanted = None if source.format == "auto" else source.format
         found = [file for file in path.rglob("*") if file.is_file() and not _hidden(file, path)]
-        return sorted(
-            file for file in found if _format_of(file.name) in ({wanted} if wanted else set(FORMATS.values()))
-        )
+        return sorted(file for file in found if _format_of(file.name) in ({wanted} if wanted else _IN_FOLDERS))
     if has_magic(str(path)):
         return sorted(Path(name) for name in glob(str(path), recursive=True) if Path(name).is_file())
     return []

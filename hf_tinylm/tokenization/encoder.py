@@ -72,6 +72,10 @@ class FastEncoder:
         """Whether `ids` are not what the `tokenizers` library gives for `text`."""
         return not np.array_equal(self._encode_reference([text])[0], ids)
 
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of `ids` (n,), special tokens spelled out."""
+        return str(self._reference.decode(ids.tolist(), skip_special_tokens=False))
+
     def _encode(self, text: str) -> np.ndarray:
         assert self._tiktoken is not None
         if len(text) >= LONG_RUN and _LONG_RUN_PATTERN.search(text):

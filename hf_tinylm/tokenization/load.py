@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import TokenizerError
 from ..files import atomic_folder, read_json, sha256_of_json, write_json
-from .special import byte_of_character
+from .special import END_OF_TEXT, byte_of_character
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -162,6 +162,21 @@ def special_ids(backend: dict[str, Any]) -> set[int]:
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast | BackendTokenizer) -> int:
     """Rows that an embedding needs: the highest id and one. `len(tokenizer)` is less when ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def separator_id(tokenizer: PreTrainedTokenizerFast | BackendTokenizer) -> int:
+    """Id of the token that separates documents.
+
+    Raises:
+        TokenizerError: the tokenizer has none.
+    """
+    id_ = tokenizer.get_vocab().get(END_OF_TEXT)
+    if id_ is None:
+        raise TokenizerError(
+            f"the tokenizer {tokenizer.name_or_path} has no {END_OF_TEXT} token to separate documents. "
+            f"Train one that has: hf-tinylm tokenizer train."
+        )
+    return int(id_)
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerFast | BackendTokenizer) -> dict[int, bytes]:
