@@ -76,9 +76,9 @@ class SourceSection:
     min_characters: int | None = None
     max_characters: int | None = None
     language_column: str | None = None
-    languages: list[str] = field(default_factory=list)  # values of language_column that are used
+    allowed_languages: list[str] = field(default_factory=list)  # values of language_column that are used
     licence_column: str | None = None
-    licences: list[str] = field(default_factory=list)  # values of licence_column that are used
+    allowed_licences: list[str] = field(default_factory=list)  # values of licence_column that are used
     tokens: int | None = None  # ids taken of it, separators included; more than it holds: repeated; None: all, once
     epochs: float | None = None  # how often its training documents are taken, such as 0.5 or 3
     weight: float | None = None  # its part of what pack_tokens leaves to the sources with a weight
@@ -340,7 +340,7 @@ def check_config(config: RunConfig) -> None:
 
 
 def _check_filters(source: SourceSection) -> None:
-    for column, allowed in (("language_column", "languages"), ("licence_column", "licences")):
+    for column, allowed in (("language_column", "allowed_languages"), ("licence_column", "allowed_licences")):
         if bool(getattr(source, column)) != bool(getattr(source, allowed)):
             raise ConfigError(
                 f"source {source.name!r} has {column}={getattr(source, column)} and {allowed}="

@@ -149,8 +149,8 @@ class _Preparation:
             if found != self.tokenizer_sha256:
                 raise DataError(
                     f"source {source.name} was encoded with {source.encoded_with} ({found[:12]}...), the pack is "
-                    f"encoded with {self.tokenizer.name_or_path} ({self.tokenizer_sha256[:12]}...). Use that tokenizer for the "
-                    f"pack, or give the text of the source."
+                    f"encoded with {self.tokenizer.name_or_path} ({self.tokenizer_sha256[:12]}...). Use that tokenizer "
+                    f"for the pack, or give the text of the source."
                 )
 
     # ---- first stage

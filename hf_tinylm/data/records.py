@@ -88,12 +88,12 @@ def filter_columns(source: SourceSection) -> list[str]:
 
 
 def _why_filtered(columns: dict[str, Any], source: SourceSection) -> str | None:
-    if source.language_column is not None and columns.get(source.language_column) not in source.languages:
+    if source.language_column is not None and columns.get(source.language_column) not in source.allowed_languages:
         return "language"
     if source.licence_column is not None:
         found = columns.get(source.licence_column)
         given = found if isinstance(found, list) and found else [found]  # a file may carry several; all must be allowed
-        if any(licence not in source.licences for licence in given):
+        if any(licence not in source.allowed_licences for licence in given):
             return "licence"
     return None
 

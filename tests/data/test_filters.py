@@ -47,16 +47,16 @@ def write(folder: Path, format_: str) -> Path:
 @pytest.mark.parametrize("format_", ["jsonl", "parquet", "arrow"])
 def test_rows_are_kept_by_language_and_licence(format_: str, tmp_path: Path) -> None:
     path = write(tmp_path, format_)
-    found, skipped = read(path, language_column="language", languages=["en"])
+    found, skipped = read(path, language_column="language", allowed_languages=["en"])
     assert found == ["english text", "more english", "short"]
     assert skipped.counts == {"language": 2}
     assert skipped.first["language"].endswith(" 2")
     found, skipped = read(
         path,
         licence_column="licence",
-        licences=["MIT", "Apache-2.0"],
+        allowed_licences=["MIT", "Apache-2.0"],
         language_column="language",
-        languages=["en", "de"],
+        allowed_languages=["en", "de"],
     )
     assert found == ["english text", "deutscher Text", "short"]
     assert skipped.counts == {"licence": 1, "language": 1}
@@ -66,7 +66,7 @@ def test_every_licence_of_a_row_must_be_allowed(tmp_path: Path) -> None:
     pq.write_table(
         pa.table({"text": list("abcd"), "l": [["MIT"], ["MIT", "GPL-3.0"], [], None]}), tmp_path / "a.parquet"
     )
-    found, skipped = read(tmp_path / "a.parquet", licence_column="l", licences=["MIT"])
+    found, skipped = read(tmp_path / "a.parquet", licence_column="l", allowed_licences=["MIT"])
     assert (found, skipped.counts) == (["a"], {"licence": 3})
 
 
@@ -78,16 +78,16 @@ def test_length_counts_characters(tmp_path: Path) -> None:
 
 def test_a_column_to_filter_by_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no column lang; its columns are licence, language, text"):
-        read(write(tmp_path, "parquet"), language_column="lang", languages=["en"])
+        read(write(tmp_path, "parquet"), language_column="lang", allowed_languages=["en"])
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(DataError, match="text files have no column lang"):
-        read(tmp_path / "a.txt", language_column="lang", languages=["en"])
+        read(tmp_path / "a.txt", language_column="lang", allowed_languages=["en"])
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("licences: [MIT]", "licence_column=None and licences="),
+        ("allowed_licences: [MIT]", "licence_column=None and allowed_licences="),
         ("language_column: l", "A filter needs both: language_column"),
         ("min_characters: 5, max_characters: 4", "no document has"),
         ("utf8: ignore", "strict or replace or skip"),

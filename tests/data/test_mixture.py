@@ -7,6 +7,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,33 @@ def test_whole_numbers_of_ids_are_apportioned_to_the_last_one() -> None:
 
     assert mixture._apportion(10, [Fraction(1), Fraction(1), Fraction(1)]) == [4, 3, 3]
     assert sum(mixture._apportion(626_642_944, [Fraction(p) for p in (0.3, 0.3, 0.4)])) == 626_642_944
+
+
+def test_the_pack_of_tot_345m_adds_up_and_is_built_to_the_id_at_a_smaller_scale(
+    make_config: MakeConfig, texts: list[str], tmp_path: Path
+) -> None:
+    """The recipe's own sources, filters and proportions, each read from a local file, at 1/20,000 of the size."""
+    data = load_config("tot-345m").data
+    assert sum(source.tokens or 0 for source in data.sources) == 626_642_944
+    words = [word for text in texts for word in text.split()]
+    rng = random.Random(1)
+    sources = []
+    for source in data.sources:
+        few = source.name == "encyclopedia-topic"
+        rows = []
+        for number in range(5 if few else 300):
+            text = " ".join([source.name, str(number), *rng.choices(words, k=120)])
+            rows.append({source.text_column: text, "max_stars_repo_licenses": [["MIT"], ["GPL-3.0"]][number % 2]})
+        path = tmp_path / f"{source.name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        tokens = (source.tokens or 0) // 20_000
+        sources.append(replace(source, path=str(path), format="jsonl", config=None, tokens=tokens, max_documents=None))
+    config = make_config(*sources, validation_fraction=data.validation_fraction * 10)
+    config.data.shuffle, config.data.shuffle_seed = data.shuffle, data.shuffle_seed
+    manifest = prepare(config, progress=False)
+    assert ids_by_source(rows_of(tmp_path / "shards")) == {
+        **{"web": 16_050, "encyclopedia": 9_000, "encyclopedia-topic": 650, "code": 4_850, "korean": 650},
+        "curated": 132,
+    }
+    assert manifest["ids"] == 31_332
+    assert manifest["sources"]["code"]["dropped"] == {"licence": 150}
