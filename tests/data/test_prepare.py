@@ -20,6 +20,7 @@ from hf_tinylm.data import readers
 from hf_tinylm.data.chunks import Chunk
 from hf_tinylm.data.encoding import ChunkEncoder, Encoded
 from hf_tinylm.data.prepare import prepare
+from hf_tinylm.data.shard_writer import ShardWriter
 from hf_tinylm.data.shards import Shard, load_shards
 from hf_tinylm.data.windows import TokenWindows
 from hf_tinylm.errors import ConfigError, DataError, TokenizerError
@@ -274,3 +275,55 @@ def test_what_is_not_given_is_asked_for(make_config: MakeConfig, texts: list[str
         prepare(config, progress=False)
     with pytest.raises(ConfigError, match=r"data\.sources is empty"):
         prepare(make_config(), progress=False)
+
+
+def test_shards_that_are_finished_are_not_written_again(
+    make_config: MakeConfig, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(write_jsonl(tmp_path / "a.jsonl", texts), shards="whole")
+    config.data.shard_ids = 1000
+    whole = prepare(config, progress=False)["splits"]
+    assert len(whole["train"]["shards"]) > 4
+    written: list[str] = []
+    honest = ShardWriter._write_file
+
+    def stops_at_the_third(self: ShardWriter, path: Path, shard: Any) -> None:
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        honest(self, path, shard)
+        written.append(f"{path.parent.name}/{path.name}")
+
+    config.data.shards = str(tmp_path / "shards")
+    monkeypatch.setattr(ShardWriter, "_write_file", stops_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, progress=False)
+    before = list(written)
+    monkeypatch.setattr(
+        ShardWriter,
+        "_write_file",
+        lambda self, path, shard: (honest(self, path, shard), written.append(f"{path.parent.name}/{path.name}"))[0],
+    )
+    assert prepare(config, progress=False)["splits"] == whole
+    assert len(written) == len(set(written)) == sum(len(split["shards"]) for split in whole.values())
+    assert len(before) == 3
+
+
+def test_a_finished_shard_that_was_damaged_is_written_again(
+    make_config: MakeConfig, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(write_jsonl(tmp_path / "a.jsonl", texts))
+    config.data.shard_ids = 1000
+
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config, progress=False)
+    (shard,) = (tmp_path / ".prepare-shards").glob("pack-*/train/00001.arrow")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    prepare(config, progress=False)
+    load_shards(tmp_path / "shards", verify=True)
