@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from hf_tinylm.data import splitters
 from hf_tinylm.data.splitters import find_splitter, split_text
 from hf_tinylm.tokenization.encoder import FastEncoder
-from hf_tinylm.tokenization.load import load_tokenizer
+from hf_tinylm.tokenization.train import train_tokenizer
 
 
 def blocks(content: bytes, size: int) -> Iterator[bytes]:
@@ -70,34 +70,43 @@ def test_places_are_offsets_of_the_file(noise: bytes, monkeypatch: pytest.Monkey
             assert noise[offset - 1000 :].startswith(piece)
 
 
+PARTS = [
+    "the",
+    "sea",
+    "né",
+    "소리",
+    "42",
+    "don't",
+    "I'LL",
+    ".",
+    "!?",
+    ",",
+    " ",
+    "  ",
+    "\n",
+    "\r\n",
+    "\t",
+    "\u00a0",
+    "\u3000",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One whose merges reach over everything that the split leaves together, such as a full stop and line feeds."""
+    rng = random.Random(4)
+    return train_tokenizer(["".join(rng.choices(PARTS, k=400)) for _ in range(200)], 1000)[0]
+
+
 @pytest.mark.parametrize("engine", ["tiktoken", "tokenizers"])
 def test_ids_of_pieces_joined_are_the_ids_of_the_document(
-    engine: str, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = FastEncoder(load_tokenizer(tokenizer_path), engine)
+    encoder = FastEncoder(tokenizer, engine)
     rng = random.Random(5)
-    parts = [
-        "the",
-        "sea",
-        "né",
-        "소리",
-        "42",
-        "don't",
-        "I'LL",
-        ".",
-        "!?",
-        ",",
-        " ",
-        "  ",
-        "\n",
-        "\r\n",
-        "\t",
-        " ",
-        "　",
-    ]
     cuts = 0
     for _ in range(50):
-        text = "".join(rng.choices(parts, k=400))
+        text = "".join(rng.choices(PARTS, k=400))
         monkeypatch.setattr(splitters, "CHUNK_BYTES", rng.randrange(5, 80))
         pieces = [piece.decode() for _, piece, _ in split_text([text.encode()], find_splitter(None))]
         cuts += len(pieces)
