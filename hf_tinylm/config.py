@@ -57,18 +57,31 @@ class TokenizerSection:
 class SourceSection:
     """One source of text.
 
-    `path` is a file, a glob, a folder, `bundled:NAME`, or a `datasets` name with `config` and `split`.
+    `path` is a file, a glob, a folder, `bundled:NAME`, or a `datasets` name with `config` and `split`. A filter drops
+    the documents that it does not allow; how many is in the manifest. Format `tokens` is a `.bin` file of uint16 ids
+    that the tokenizer `encoded_with` wrote, documents between separators; it must be the tokenizer of the pack.
     """
 
     name: str
     path: str
     licence: str = "unknown"
-    format: Literal["auto", "text", "jsonl", "parquet", "datasets"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens", "datasets"] = "auto"
     splitter: str | None = None  # None: one document per text file; paragraphs_N: about N bytes each; lines
     text_column: str = "text"
     config: str | None = None
     split: str = "train"
     max_documents: int | None = None
+    encoded_with: str | None = None  # tokenizer folder or name; for format tokens
+    utf8: Literal["strict", "replace", "skip"] = "strict"  # a line or value that is not UTF-8; counted in any case
+    min_characters: int | None = None
+    max_characters: int | None = None
+    language_column: str | None = None
+    allowed_languages: list[str] = field(default_factory=list)  # values of language_column that are used
+    licence_column: str | None = None
+    allowed_licences: list[str] = field(default_factory=list)  # values of licence_column that are used
+    tokens: int | None = None  # ids taken of it, separators included; more than it holds: repeated; None: all, once
+    epochs: float | None = None  # how often its training documents are taken, such as 0.5 or 3
+    weight: float | None = None  # its part of what pack_tokens leaves to the sources with a weight
 
 
 @dataclass
@@ -80,7 +93,10 @@ class DataSection:
     window_order: Literal["permutation", "random"] = "permutation"
     validation_fraction: float = 0.01
     shard_ids: int = 2**24
-    num_workers: int | None = None  # None: one per core
+    num_workers: int | None = None  # encoding processes; None: one per core; 1, or little text: this process alone
+    shuffle: bool | None = None  # documents of all sources in a seeded order; None: with several sources or budgets
+    shuffle_seed: int = 42
+    pack_tokens: int | None = None  # ids of the whole pack, for sources with a weight; None: no source is repeated
     sources: list[SourceSection] = field(default_factory=list)
 
 
@@ -263,7 +279,7 @@ _ABOVE_ZERO = {
         "pad_vocab_to_multiple_of",
     ),
     "tokenizer": ("vocab_size", "sample_bytes", "max_word_bytes", "min_frequency"),
-    "data": ("sequence_length", "shard_ids", "num_workers"),
+    "data": ("sequence_length", "shard_ids", "num_workers", "pack_tokens"),
     "training": (
         *("train_tokens", "global_batch_tokens", "per_device_train_batch_size", "per_device_eval_batch_size"),
         *("learning_rate", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "save_minutes"),
@@ -306,6 +322,11 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError("bf16 and fp16 are both true; one precision is needed. Leave out one of them.")
     if training.init_optimizer and training.init_from is None:
         raise ConfigError("init_optimizer is true, but init_from names no checkpoint. Give it: --init_from DIR.")
+    if config.data.pack_tokens is not None and not any(source.weight for source in config.data.sources):
+        raise ConfigError(
+            f"pack_tokens={config.data.pack_tokens:,} is shared out by weight, and no source has one. Give each source "
+            f"a weight, or leave it out."
+        )
     _check_heads(config.model)
     _check_lengths(config)
     names = [source.name for source in config.data.sources]
@@ -316,6 +337,31 @@ def check_config(config: RunConfig) -> None:
             raise ConfigError(
                 f"max_documents={source.max_documents} of source {source.name!r} must be above 0, or null."
             )
+        _check_filters(source)
+        _check_amount(source)
+
+
+def _check_filters(source: SourceSection) -> None:
+    for column, allowed in (("language_column", "allowed_languages"), ("licence_column", "allowed_licences")):
+        if bool(getattr(source, column)) != bool(getattr(source, allowed)):
+            raise ConfigError(
+                f"source {source.name!r} has {column}={getattr(source, column)} and {allowed}="
+                f"{getattr(source, allowed)}. A filter needs both: {column}: NAME, {allowed}: [VALUE, ...]."
+            )
+    low, high = source.min_characters, source.max_characters
+    if (low is not None and low < 0) or (high is not None and high < max(low or 0, 1)):
+        raise ConfigError(
+            f"source {source.name!r}: no document has min_characters={low} to max_characters={high}. Change one."
+        )
+
+
+def _check_amount(source: SourceSection) -> None:
+    given = {key: getattr(source, key) for key in ("tokens", "epochs", "weight") if getattr(source, key) is not None}
+    if len(given) > 1:
+        raise ConfigError(f"source {source.name!r} has {' and '.join(given)}; one of them says how much. Leave one.")
+    for key, value in given.items():
+        if value <= 0:
+            raise ConfigError(f"{key}={value} of source {source.name!r} must be above 0.")
 
 
 def _check_heads(model: ModelSection) -> None:

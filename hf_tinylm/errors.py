@@ -7,6 +7,7 @@
     │   └── MissingExtraError     2   an optional engine is not installed
     ├── ContractError             2   what is asked contradicts what a run folder records
     ├── CheckpointError           1   a checkpoint is missing, damaged or does not fit
+    ├── PreparationError          1   writing a pack was cut short (a worker process died); run it again to go on
     ├── TrainingError             1   the run itself failed (a loss that is not finite, a full disk)
     ├── ExportError               1   a model cannot be written in the asked form
     ├── VerificationError         1   a written file does not do what its model does
@@ -61,6 +62,10 @@ class ContractError(TinyLMError):
 
 class CheckpointError(TinyLMError):
     """A checkpoint is missing, damaged or does not fit the run."""
+
+
+class PreparationError(TinyLMError):
+    """Writing a pack was cut short; what is finished is kept, and the same command goes on."""
 
 
 class TrainingError(TinyLMError):

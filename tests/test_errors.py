@@ -15,6 +15,7 @@ EXIT_CODES = {
     "MissingExtraError": 2,
     "ContractError": 2,
     "CheckpointError": 1,
+    "PreparationError": 1,
     "TrainingError": 1,
     "ExportError": 1,
     "VerificationError": 1,

@@ -1,4 +1,11 @@
-"""Text sources to token shards: stream, drop copies, split, encode, write; memory bounded, order fixed."""
+"""Text sources to token shards: encode in parts, find copies, split, mix, write; bounded, restartable, order fixed.
+
+Three stages, each of which keeps what it has finished in a hidden folder beside the pack:
+
+1. every source is read in chunks, which workers encode; the documents lie in parts on disk (`staging`)
+2. over all documents: copies, validation split, how much of each source, order (`ledger`, `mixture`)
+3. the documents are copied in their order into shards (`shard_writer`), and the pack appears with one rename
+"""
 
 from __future__ import annotations
 
@@ -6,10 +13,12 @@ import importlib.metadata
 import logging
 import os
 import platform
-from collections import Counter, deque
+import shutil
+import sys
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,71 +26,47 @@ import numpy as np
 from tqdm import tqdm
 
 from .. import __version__
-from ..config import RunConfig
-from ..errors import ConfigError, DataError, TokenizerError
-from ..files import atomic_folder, refuse_folder_in_use
-from ..tokenization.encoder import FastEncoder
-from ..tokenization.load import load_tokenizer, tokenizer_sha256, vocabulary_size
+from ..config import RunConfig, SourceSection
+from ..errors import ConfigError, DataError
+from ..files import fsync_tree, refuse_folder_in_use, sha256_of_json
+from ..tokenization.encoder import ids_of_pieces_are_exact, why_not_tiktoken
+from ..tokenization.load import BackendTokenizer, load_backend, separator_id, tokenizer_sha256, vocabulary_size
 from ..tokenization.special import END_OF_TEXT
+from .chunks import Chunk, Skipped
+from .encoding import Encoded, EngineMismatch
+from .ledger import VALIDATION, Ledger
+from .mixture import Mixture
+from .readers import ReadBytes
 from .shard_writer import ShardWriter
-from .shards import SPLITS
-from .sources import Skipped, read_documents
-from .split import VALIDATION_RULE, content_digest, is_validation
+from .shards import SPLITS, id_dtype
+from .sources import read_chunks, source_files
+from .split import VALIDATION_RULE
+from .staging import Stage, stage_key
+from .workers import Workers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from .mixture import Share
 
 logger = logging.getLogger(__name__)
 
-BATCH_BYTES = 2**20
-BATCH_DOCUMENTS = 1024
-# 128 bits of the digest: two different documents of a trillion share one with a probability of about 1e-15.
-DIGEST_BYTES = 16
-# Documents encoded a second time by `tokenizers` and compared: the first ones, and then one in so many.
-SAMPLE_FIRST, SAMPLE_EVERY = 32, 128
-
-
-class EngineMismatch(Exception):
-    """The fast engine gave other ids than `tokenizers` on a document of the sample."""
-
-
-@dataclass
-class _Batch:
-    """Consecutive documents on their way to the encoder; `bytes` of UTF-8."""
-
-    texts: list[str] = field(default_factory=list)
-    splits: list[str] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
-    bytes: int = 0
-
-    @property
-    def full(self) -> bool:
-        return len(self.texts) >= BATCH_DOCUMENTS or self.bytes >= BATCH_BYTES
-
-
-@dataclass
-class _Account:
-    """What became of every record that was read."""
-
-    skipped: Skipped = field(default_factory=Skipped)
-    seen: set[bytes] = field(default_factory=set)
-    duplicates: int = 0
-    bytes_of: Counter[str] = field(default_factory=Counter)
+# Less text than this for each worker is encoded sooner than the worker has started.
+BYTES_PER_WORKER = 4 * 2**20
 
 
 def prepare(config: RunConfig, progress: bool = True) -> dict[str, Any]:
     """Write the pack that `config.data` describes to `data.shards`, encoded with `tokenizer.tokenizer_path`.
 
-    The pack depends on the sources, in their order, the tokenizer, `validation_fraction` and `shard_ids`; the number
-    of threads and the seed change nothing. The folder appears whole or not at all.
+    The pack depends on the sources, the tokenizer, `validation_fraction`, `shard_ids` and, where documents are
+    shuffled, `shuffle_seed`; the number of workers changes nothing. The folder appears whole or not at all; a run that
+    was stopped is taken up by the next one with the same sources.
 
     Returns:
         The manifest.
 
     Raises:
         ConfigError: a path is not given, or the output folder is in use.
-        DataError: a source cannot be read or holds no text, or one of the splits would be empty.
+        DataError: a source cannot be read, holds no text or less than is asked, or one of the splits would be empty.
+        PreparationError: a worker process died.
         TokenizerError: the tokenizer cannot be loaded.
     """
     shards, tokenizer_path = config.data.shards, config.tokenizer.tokenizer_path
@@ -91,105 +76,223 @@ def prepare(config: RunConfig, progress: bool = True) -> dict[str, Any]:
         raise ConfigError("tokenizer_path is missing. Give the folder of the tokenizer: --tokenizer_path DIR.")
     if not config.data.sources:
         raise ConfigError("data.sources is empty. List at least one source, such as {name: books, path: books.txt}.")
-    refuse_folder_in_use(Path(shards))
-    tokenizer = load_tokenizer(tokenizer_path)
+    target = Path(os.path.realpath(shards))
+    refuse_folder_in_use(target)
+    tokenizer = load_backend(tokenizer_path)
+    reason = why_not_tiktoken(tokenizer)
+    if reason is not None:
+        logger.warning("Encoding with tokenizers (slower than tiktoken): the tokenizer has %s.", reason)
+    engine = "tokenizers" if reason else "tiktoken"
+    with _work_folder(target) as work:
+        try:
+            return _Preparation(config, tokenizer, engine, work, progress).run(target)
+        except EngineMismatch as mismatch:
+            logger.warning("%s Starting again with tokenizers, which is slower.", mismatch)
+        return _Preparation(config, tokenizer, "tokenizers", work, progress).run(target)
+
+
+@contextmanager
+def _work_folder(target: Path) -> Iterator[Path]:
+    """A hidden folder beside the pack for what is finished; it goes when the pack is there, or when it is empty."""
+    work = target.with_name(f".prepare-{target.name}")
+    work.mkdir(parents=True, exist_ok=True)
     try:
-        with atomic_folder(shards) as folder:
-            return _write_pack(config, tokenizer, FastEncoder(tokenizer), folder, progress)
-    except EngineMismatch as mismatch:
-        logger.warning("%s Starting again with tokenizers, which is slower.", mismatch)
-    with atomic_folder(shards) as folder:
-        return _write_pack(config, tokenizer, FastEncoder(tokenizer, "tokenizers"), folder, progress)
+        yield work
+        shutil.rmtree(work)
+    finally:
+        for folder, _, files in os.walk(work, topdown=False):
+            if not files and not os.listdir(folder):
+                os.rmdir(folder)
 
 
-def _write_pack(
-    config: RunConfig, tokenizer: PreTrainedTokenizerFast, encoder: FastEncoder, folder: Path, progress: bool
-) -> dict[str, Any]:
-    separator_id = _separator_id(tokenizer)
-    names = [source.name for source in config.data.sources]
-    writer = ShardWriter(folder, vocabulary_size(tokenizer), separator_id, config.data.shard_ids, names)
-    account = _Account()
-    workers = config.data.num_workers or os.cpu_count() or 1
-    with (
-        ThreadPoolExecutor(workers) as pool,
-        tqdm(desc="prepare", unit=" tokens", unit_scale=True, disable=not progress) as bar,
-    ):
-        pending: deque[tuple[_Batch, Future[list[np.ndarray]]]] = deque()
-        # Two batches per thread keep the threads busy; results are taken in the order of reading, so the number of
-        # threads cannot change a shard.
-        for batch in _batches(config, account):
-            pending.append((batch, pool.submit(encoder.encode_batch, batch.texts)))
-            if len(pending) > 2 * workers:
-                _write_batch(writer, encoder, *pending.popleft(), bar)
-        while pending:
-            _write_batch(writer, encoder, *pending.popleft(), bar)
-    _require_both_splits(writer, config.data.validation_fraction)
-    return writer.finish(
-        {
-            "tokenizer_sha256": tokenizer_sha256(tokenizer),
-            "separator": {"token": END_OF_TEXT, "id": separator_id, "policy": "first id of each document"},
-            "duplicates": account.duplicates,
-            "dropped": dict(sorted(account.skipped.counts.items())),
-            "dropped_first": dict(sorted(account.skipped.first.items())),
-            "validation": {"fraction": config.data.validation_fraction, "rule": VALIDATION_RULE},
-            "encoder": encoder.engine,
-            "seed": None,  # nothing in this pack is drawn at random
+class _Preparation:
+    """One attempt to write a pack with one engine."""
+
+    def __init__(self, config: RunConfig, tokenizer: BackendTokenizer, engine: str, work: Path, progress: bool) -> None:
+        self.config, self.data, self.sources = config, config.data, config.data.sources
+        self.tokenizer, self.engine, self.work = tokenizer, engine, work
+        self.separator_id = separator_id(tokenizer)
+        self.tokenizer_sha256 = tokenizer_sha256(tokenizer)
+        self.vocab_size = vocabulary_size(tokenizer)
+        self.dtype = id_dtype(self.vocab_size)
+        self.cut_large = ids_of_pieces_are_exact(tokenizer)
+        self.shuffle = _shuffles(config)
+        self._check_declared()
+        self.keys = [stage_key(source, self.tokenizer_sha256, engine) for source in self.sources]
+        self.sizes = [sum(path.stat().st_size for path, _ in source_files(source)) for source in self.sources]
+        self.bar = tqdm(desc="prepare", unit=" tokens", unit_scale=True, disable=not progress)
+
+    def run(self, target: Path) -> dict[str, Any]:
+        """Encode, decide, write; the manifest."""
+        with self.bar:
+            stages = self._encode()
+        ledger = Ledger([stage.parts for stage in stages], self.data.validation_fraction, any_order=self.shuffle)
+        mixture = Mixture(ledger, self.data, self.shuffle)
+        folder = self.work / f"pack-{self._pack_key()}"
+        folder.mkdir(exist_ok=True)
+        names = [source.name for source in self.sources]
+        writer = ShardWriter(folder, self.vocab_size, self.separator_id, self.data.shard_ids, names)
+        self._write(writer, ledger, mixture)
+        _require_both_splits(writer, self.data.validation_fraction)
+        manifest = writer.finish(self._facts(stages, ledger, mixture))
+        fsync_tree(folder)
+        refuse_folder_in_use(target)
+        os.rename(folder, target)
+        return manifest
+
+    def _check_declared(self) -> None:
+        """Token files must come from the tokenizer of this pack: ids of another one are other texts."""
+        for source in self.sources:
+            if source.encoded_with is None:
+                continue
+            found = tokenizer_sha256(load_backend(source.encoded_with))
+            if found != self.tokenizer_sha256:
+                raise DataError(
+                    f"source {source.name} was encoded with {source.encoded_with} ({found[:12]}...), the pack is "
+                    f"encoded with {self.tokenizer.name_or_path} ({self.tokenizer_sha256[:12]}...). Use that tokenizer "
+                    f"for the pack, or give the text of the source."
+                )
+
+    # ---- first stage
+
+    def _encode(self) -> list[Stage]:
+        stages = [
+            Stage(self.work / f"source-{number}-{key}", self.dtype, source)
+            for number, (source, key) in enumerate(zip(self.sources, self.keys, strict=True))
+        ]
+        kept = sum(stage.ids for stage in stages)
+        if kept:
+            logger.info("Going on after %s ids of an earlier run.", f"{kept:,}")
+        self.bar.update(kept)
+        processes = 0 if all(stage.done for stage in stages) else self._processes()
+        with ExitStack() as stack:
+            for stage in stages:
+                stack.callback(stage.abandon)
+            workers = stack.enter_context(
+                Workers(self.sources, self.tokenizer, self.engine, self.separator_id, processes)
+            )
+            for number, stage in enumerate(stages):
+                if not stage.done:
+                    self._encode_source(workers, number, stage)
+        return stages
+
+    def _encode_source(self, workers: Workers, number: int, stage: Stage) -> None:
+        """Encode what of a source is not yet in parts; results are taken in the order of reading."""
+        pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
+        limit = self.sources[number].max_documents
+        read, earlier = ReadBytes(), stage.chunks
+        for index, chunk in enumerate(read_chunks(self.sources[number], read, self.cut_large)):
+            if index < earlier:
+                continue
+            if limit is not None and stage.documents >= limit:
+                break
+            pending.append((chunk, workers.submit(chunk, number, first=index == 0)))
+            if len(pending) > 2 * max(workers.processes, 1):
+                self._take(workers, number, stage, *pending.popleft())
+        while pending and not (limit is not None and stage.documents >= limit):
+            self._take(workers, number, stage, *pending.popleft())
+        if not stage.documents:
+            raise DataError(_no_text(self.sources[number], stage.skipped))
+        stage.close_part(done=True)
+
+    def _take(self, workers: Workers, number: int, stage: Stage, chunk: Chunk, future: Future[Encoded]) -> None:
+        encoded, limit = future.result(), self.sources[number].max_documents
+        if limit is not None and stage.documents + len(encoded.rows) > limit:
+            encoded = workers.encode_here(chunk, number, stage.chunks == 0, limit - stage.documents)
+        stage.add(chunk, encoded)
+        self._show(number, chunk, len(encoded.ids) + len(encoded.rows))
+
+    def _show(self, number: int, chunk: Chunk, ids: int) -> None:
+        """Tokens so far; the total, from which the time left follows, as the part of the bytes read suggests."""
+        done, total = sum(self.sizes[:number]) + chunk.read, sum(self.sizes)
+        if done and all(self.sizes):
+            self.bar.total = int((self.bar.n + ids) * total / min(done, total))
+        self.bar.update(ids)
+
+    def _processes(self) -> int:
+        """Worker processes: none when one is asked for or the text is small, then this process encodes."""
+        wanted = self.data.num_workers or len(os.sched_getaffinity(0) if sys.platform == "linux" else [0] * 2)
+        if all(self.sizes):
+            wanted = min(wanted, -(-sum(self.sizes) // BYTES_PER_WORKER))
+        return wanted if wanted > 1 else 0
+
+    # ---- third stage
+
+    def _write(self, writer: ShardWriter, ledger: Ledger, mixture: Mixture) -> None:
+        with ExitStack() as stack:
+            files = [
+                stack.enter_context(open(part.path.with_suffix(".ids"), "rb", buffering=0)) for part in ledger.parts
+            ]
+            names = [self.sources[source].name for source in ledger.source_of_part]
+            for entries in mixture.entries():
+                arrays = (entries.parts, entries.starts, entries.lengths, entries.splits)
+                for part, start, length, split in zip(*(array.tolist() for array in arrays), strict=True):
+                    file = files[part]
+
+                    def read(file: Any = file, start: int = start, count: int = length - 1) -> np.ndarray:
+                        width = self.dtype.itemsize
+                        return np.frombuffer(os.pread(file.fileno(), count * width, start * width), self.dtype)
+
+                    writer.add_read(SPLITS[split == VALIDATION], names[part], length - 1, read)
+
+    def _pack_key(self) -> str:
+        """A name for all that decides the bytes of the shards, given what the sources hold."""
+        facts = {"sources": self.keys, "data": self.config.to_dict()["data"], "version": __version__}
+        facts["data"] = {**facts["data"], "num_workers": None, "shards": None}
+        return sha256_of_json(facts)[:16]
+
+    def _facts(self, stages: list[Stage], ledger: Ledger, mixture: Mixture) -> dict[str, Any]:
+        """What the manifest says besides counts of the shards."""
+        skipped = Skipped()
+        for stage in stages:
+            skipped.merge(stage.skipped)
+        return {
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "separator": {"token": END_OF_TEXT, "id": self.separator_id, "policy": "first id of each document"},
+            "duplicates": int(ledger.duplicates.sum()),
+            "dropped": dict(sorted(skipped.counts.items())),
+            "dropped_first": dict(sorted(skipped.first.items())),
+            "not_utf8": skipped.not_utf8(),
+            "validation": {"fraction": self.data.validation_fraction, "rule": VALIDATION_RULE},
+            "encoder": self.engine,
+            "order": "shuffled by document" if self.shuffle else "as read",
+            "seed": self.data.shuffle_seed if self.shuffle else None,
             "versions": _versions(),
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "sources": {
-                source.name: {"licence": source.licence, "bytes": account.bytes_of[source.name]}
-                for source in config.data.sources
+                source.name: _source_facts(source, stage, int(ledger.bytes[number]), mixture.shares[number])
+                | {"duplicates": int(ledger.duplicates[number])}
+                for number, (source, stage) in enumerate(zip(self.sources, stages, strict=True))
             },
         }
+
+
+def _source_facts(source: SourceSection, stage: Stage, different_bytes: int, share: Share) -> dict[str, Any]:
+    """A source in the manifest: `bytes` and `available_ids` are those of its different documents, each once."""
+    return {
+        "licence": source.licence,
+        "bytes": different_bytes,
+        "available_ids": share.available,
+        "repeated": round(share.target / share.available, 4) if share.available else 0.0,
+        "utf8": source.utf8,
+        "dropped": dict(sorted(stage.skipped.counts.items())),
+        "not_utf8": stage.skipped.not_utf8(),
+    }
+
+
+def _shuffles(config: RunConfig) -> bool:
+    if config.data.shuffle is not None:
+        return config.data.shuffle
+    budgets = any(source.tokens or source.epochs or source.weight for source in config.data.sources)
+    return budgets or len(config.data.sources) > 1
+
+
+def _no_text(source: SourceSection, skipped: Skipped) -> str:
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.counts.items()))
+    return (
+        f"source {source.name} ({source.path}) holds no text; skipped records: {reasons or 'none'}. Correct its path, "
+        f"text_column ({source.text_column}) or filters, or remove it."
     )
-
-
-def _batches(config: RunConfig, account: _Account) -> Iterator[_Batch]:
-    """All documents that are kept, in order, with the split of each; copies and records without text are counted."""
-    batch = _Batch()
-    for source in config.data.sources:
-        read = 0
-        for document in read_documents(source, account.skipped):
-            read += 1
-            digest = content_digest(document.text)
-            key = digest[:DIGEST_BYTES]
-            if key in account.seen:
-                account.duplicates += 1
-                continue
-            account.seen.add(key)
-            size = len(document.text.encode("utf-8"))
-            account.bytes_of[source.name] += size
-            batch.texts.append(document.text)
-            batch.splits.append("validation" if is_validation(digest, config.data.validation_fraction) else "train")
-            batch.sources.append(source.name)
-            batch.places.append(document.place)
-            batch.bytes += size
-            if batch.full:
-                yield batch
-                batch = _Batch()
-        if not read:
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(account.skipped.counts.items()))
-            raise DataError(
-                f"source {source.name} ({source.path}) holds no text; skipped records so far: {reasons or 'none'}. "
-                f"Correct its path or text_column ({source.text_column}), or remove it."
-            )
-    if batch.texts:
-        yield batch
-
-
-def _write_batch(
-    writer: ShardWriter, encoder: FastEncoder, batch: _Batch, encoding: Future[list[np.ndarray]], bar: tqdm[Any]
-) -> None:
-    """Append a batch in order, encoding a sample of it a second time to check the fast engine."""
-    encoded = encoding.result()
-    for text, ids, split, source, place in zip(
-        batch.texts, encoded, batch.splits, batch.sources, batch.places, strict=True
-    ):
-        number = sum(writer.documents(name) for name in SPLITS)
-        sampled = number < SAMPLE_FIRST or number % SAMPLE_EVERY == 0
-        if sampled and encoder.engine != "tokenizers" and encoder.differs(text, ids):
-            raise EngineMismatch(f"{encoder.engine} gives other ids than tokenizers on {place}.")
-        writer.add(split, source, ids)
-    bar.update(sum(len(ids) + 1 for ids in encoded))
 
 
 def _require_both_splits(writer: ShardWriter, fraction: float) -> None:
@@ -203,16 +306,6 @@ def _require_both_splits(writer: ShardWriter, fraction: float) -> None:
         + ("Raise" if train else "Lower")
         + " validation_fraction, cut long texts into documents (splitter: paragraphs_4096), or add text."
     )
-
-
-def _separator_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    id_ = tokenizer.get_vocab().get(END_OF_TEXT)
-    if id_ is None:
-        raise TokenizerError(
-            f"the tokenizer {tokenizer.name_or_path} has no {END_OF_TEXT} token to separate documents. "
-            f"Train one that has: hf-tinylm tokenizer train."
-        )
-    return int(id_)
 
 
 def _versions() -> dict[str, str]:

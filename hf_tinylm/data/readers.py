@@ -1,96 +1,183 @@
-"""Read one file, or one dataset of the Hub, record by record; memory is one record or one batch of rows."""
+"""Read one file, or one dataset of the Hub, in chunks; memory is one chunk, one row group or one large record."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import lzma
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import numpy as np
 
-from ..errors import ConfigError, DataError
+from ..errors import DataError
+from .chunks import CHUNK_BYTES, CHUNK_DOCUMENTS, Chunk, Skipped
+from .splitters import find_splitter, split_text
+from .utf8 import BLOCK_BYTES, BYTE_ORDER_MARK, valid_blocks
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-PARQUET_ROWS = 1024
-_PARAGRAPHS = re.compile(r"paragraphs_([1-9]\d*)")
+if TYPE_CHECKING:
+    import pyarrow as pa
 
-
-class _Missing:
-    """Type of `MISSING`: a row without the text column, as distinct from one whose text is null."""
-
-
-MISSING = _Missing()
+TABLE_ROWS = 256
 
 
-@dataclass(frozen=True)
-class Record:
-    """What a row or piece of a file holds as text (any value, `MISSING` included), and where it stands."""
+class ReadBytes:
+    """Bytes of the files read so far, compressed as they are: what a progress bar can know."""
 
-    text: Any
-    place: str
+    def __init__(self) -> None:
+        self.before = 0
+        self.file: IO[bytes] | None = None
+
+    def now(self) -> int:
+        """Bytes read, over all files opened with this counter."""
+        return self.before + (0 if self.file is None or self.file.closed else self.file.tell())
 
 
-def read_text(path: Path, splitter: str | None = None) -> Iterator[Record]:
+def read_text(path: Path, splitter: str | None, utf8: str, read: ReadBytes, cut_large: bool = False) -> Iterator[Chunk]:
     """Documents of a text file: the whole file, its `lines`, or `paragraphs_N` of about N bytes.
 
+    With `cut_large`, each piece of a document above `CHUNK_BYTES` is a chunk of its own.
+
+    Lines that are not UTF-8 go by the policy `utf8`; offsets of documents count the bytes that remain.
+
     Raises:
-        DataError: the file is damaged or not UTF-8 (with the offset of the first bad byte).
+        DataError: the file is damaged, or not UTF-8 under the policy strict (with the offset of the first bad byte).
         ConfigError: the splitter is unknown.
     """
-    pieces = _split_pieces(splitter)
-    with open_binary(path) as file:
-        for offset, piece in pieces(_without_mark(file)):
-            yield Record(_decode(piece, path, offset), f"{path} at byte {offset:,}")
+    rule, skipped = find_splitter(splitter), Skipped()
+    with open_binary(path, read) as file:
+        pieces: list[tuple[int, bytes]] = []
+        size, continues = 0, False
+
+        def chunk(part: bool = False) -> Chunk:
+            made = Chunk("text", str(path), b"".join(piece for _, piece in pieces), part=part, continues=continues)
+            made.pieces = [(offset, len(piece)) for offset, piece in pieces]
+            made.skipped, made.read = skipped.take(), read.now()
+            return made
+
+        for offset, piece, goes_on in split_text(valid_blocks(file, str(path), utf8, skipped), rule, 0, cut_large):
+            part = continues or goes_on
+            if pieces and (part or size + len(piece) > CHUNK_BYTES or len(pieces) == CHUNK_DOCUMENTS):
+                yield chunk()
+                pieces, size = [], 0
+            pieces.append((offset, piece))
+            size += len(piece)
+            continues = goes_on
+            if part:
+                yield chunk(part=True)
+                pieces, size = [], 0
+        yield chunk()
 
 
-def read_jsonl(path: Path, text_column: str) -> Iterator[Record]:
-    """The value of `text_column` of each line of a JSONL file; blank lines are passed over.
+def read_jsonl(path: Path, read: ReadBytes) -> Iterator[Chunk]:
+    """Whole lines of a JSONL file.
 
     Raises:
-        DataError: the file is damaged, or a line is not UTF-8 or not a JSON object.
+        DataError: the file is damaged.
     """
-    with open_binary(path) as file:
-        for number, (offset, line) in enumerate(_without_mark(file), start=1):
-            if not line.strip():
-                continue
-            place = f"{path} line {number:,}"
-            try:
-                row = json.loads(_decode(line, path, offset))
-            except json.JSONDecodeError as error:
-                raise DataError(f"{place} is not valid JSON ({error}). One JSON object per line is needed.") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{place} is a JSON {type(row).__name__}; one JSON object per line is needed.")
-            yield Record(row.get(text_column, MISSING), place)
+    with open_binary(path, read) as file:
+        number, offset, rest = 1, 0, b""
+        while True:
+            block = file.read(BLOCK_BYTES)
+            content = rest + block
+            end = content.rfind(b"\n") + 1 if block else len(content)
+            payload, rest = content[:end], content[end:]
+            start = len(BYTE_ORDER_MARK) if offset == 0 and payload.startswith(BYTE_ORDER_MARK) else 0
+            if payload:
+                yield Chunk("jsonl", str(path), payload[start:], number, offset + start, read=read.now())
+            number, offset = number + payload.count(b"\n"), offset + end
+            if not block:
+                return
 
 
-def read_parquet(path: Path, text_column: str) -> Iterator[Record]:
-    """The value of `text_column` of each row of a Parquet file.
+def read_parquet(path: Path, columns: Sequence[str], read: ReadBytes) -> Iterator[Chunk]:
+    """The given columns (the text first) of a Parquet file.
 
     Raises:
-        DataError: the file is damaged, has no such column, or a text is not UTF-8.
+        DataError: the file is damaged or lacks a column.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         with pq.ParquetFile(path) as file:
-            if text_column not in file.schema_arrow.names:
-                raise _no_column(str(path), text_column, file.schema_arrow.names)
-            number = 0
-            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[text_column]):
-                for value in batch.column(0):
-                    number += 1
-                    yield Record(_as_python(value, f"{path} row {number:,}"), f"{path} row {number:,}")
+            _require_columns(str(path), columns, file.schema_arrow.names)
+            size, rows, first = path.stat().st_size, max(file.metadata.num_rows, 1), 1
+            for batch in file.iter_batches(batch_size=TABLE_ROWS, columns=list(dict.fromkeys(columns))):
+                for part in _row_chunks(path, batch, columns, first):
+                    part.read = read.before + size * (first - 1) // rows
+                    yield part
+                first += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable Parquet file ({error}).") from error
+    read.before += size
 
 
-def read_hub_dataset(path: str, config: str | None, split: str, text_column: str) -> Iterator[Record]:
-    """The value of `text_column` of each row of a dataset by name, streamed.
+def read_arrow(path: Path, columns: Sequence[str], read: ReadBytes) -> Iterator[Chunk]:
+    """The given columns (the text first) of an Arrow file, in the file or the stream format.
+
+    Raises:
+        DataError: the file is damaged or lacks a column.
+    """
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(path)) as file:
+            first = 1
+            for batch in _arrow_batches(file):
+                _require_columns(str(path), columns, batch.schema.names)
+                for part in _row_chunks(path, batch, columns, first):
+                    part.read = read.before + file.tell()
+                    yield part
+                first += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a readable Arrow file ({error}).") from error
+    read.before += path.stat().st_size
+
+
+def read_tokens(path: Path, separator: int, read: ReadBytes) -> Iterator[Chunk]:
+    """Documents of a flat file of uint16 token ids (little-endian), which `separator` stands before, behind or between.
+
+    Raises:
+        DataError: the file is damaged, or holds no separator.
+    """
+    size = path.stat().st_size
+    if size % 2:
+        raise DataError(f"{path} has {size:,} bytes, which is no whole number of uint16 ids. Check that it is whole.")
+    found = False
+    with open_binary(path, read) as file:
+        offset, rest = 0, np.empty(0, "<u2")
+        while True:
+            block = np.frombuffer(file.read(BLOCK_BYTES), "<u2")
+            ids = np.concatenate([rest, block])
+            ends = np.flatnonzero(ids == separator)
+            found = found or len(ends) > 0
+            end = len(ids) if not len(block) else int(ends[-1]) + 1 if len(ends) else 0
+            if end:
+                yield _token_chunk(path, ids[:end], ends, offset, read)
+            rest, offset = ids[end:], offset + end
+            if not len(block):
+                break
+    if not found:
+        raise DataError(
+            f"{path} holds no separator id {separator}, so where its documents end is unknown. Check encoded_with, and "
+            f"that its ids are uint16."
+        )
+
+
+def _token_chunk(path: Path, ids: np.ndarray, ends: np.ndarray, offset: int, read: ReadBytes) -> Chunk:
+    """The documents between separators, without these; nothing between two separators is no document."""
+    starts, stops = np.concatenate([[0], ends + 1]), np.concatenate([ends, [len(ids)]])
+    spans = [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True) if stop > start]
+    payload = b"".join(ids[start:stop].tobytes() for start, stop in spans)
+    pieces = [(offset + start, stop - start) for start, stop in spans]
+    return Chunk("ids", str(path), payload, offset=offset, pieces=pieces, read=read.now())
+
+
+def read_hub_dataset(path: str, config: str | None, split: str, columns: Sequence[str]) -> Iterator[Chunk]:
+    """The given columns (the text first) of each row of a dataset by name, streamed.
 
     Raises:
         DataError: there is no such dataset, configuration, split or column.
@@ -109,126 +196,91 @@ def read_hub_dataset(path: str, config: str | None, split: str, text_column: str
         names = rows.column_names
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise unreadable(error) from error
-    if names is not None and text_column not in names:
-        raise _no_column(path, text_column, names)
+    if names is not None:
+        _require_columns(path, columns, names)
     try:
-        for number, row in enumerate(rows, start=1):
-            yield Record(row.get(text_column, MISSING), f"{path} row {number:,}")
+        yield from _hub_chunks(path, rows, columns)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise unreadable(error) from error
 
 
 @contextmanager
-def open_binary(path: Path) -> Iterator[IO[bytes]]:
+def open_binary(path: Path, read: ReadBytes | None = None) -> Iterator[IO[bytes]]:
     """Open a file, decompressed when its name ends in .xz, .gz or .zst.
 
     Raises:
         DataError: it cannot be opened, or ends or breaks inside its compressed stream.
     """
+    read = read or ReadBytes()
     try:
-        with _open(path) as file:
-            yield file
-    except (OSError, EOFError, lzma.LZMAError, pa.ArrowException) as error:
+        with open(path, "rb") as raw:
+            read.file = raw
+            with _decompressed(raw, path.suffix) as file:
+                yield file
+            read.before = read.now()
+            read.file = None
+    except (OSError, EOFError, lzma.LZMAError) as error:
         raise DataError(f"{path} cannot be read: {error}. Check that the file is whole and readable.") from error
 
 
-def _open(path: Path) -> IO[bytes]:
-    if path.suffix == ".xz":
-        return lzma.open(path, "rb")
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.suffix == ".zst":
-        return pa.input_stream(str(path), compression="zstd", buffer_size=2**16)
-    return open(path, "rb")
+def _decompressed(raw: IO[bytes], suffix: str) -> IO[bytes]:
+    if suffix == ".xz":
+        return lzma.open(raw, "rb")
+    if suffix == ".gz":
+        return gzip.open(raw, "rb")  # type: ignore[return-value]
+    if suffix == ".zst":
+        import pyarrow as pa
+
+        return pa.CompressedInputStream(raw, "zstd")
+    return raw
 
 
-def _without_mark(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Lines with the offset of each; a byte order mark at the start is an encoding sign, not text."""
-    offset = 0
-    for line in _lines(file):
-        start = offset
-        offset += len(line)
-        if start == 0 and line.startswith(BYTE_ORDER_MARK):
-            start, line = len(BYTE_ORDER_MARK), line[len(BYTE_ORDER_MARK) :]
-        yield start, line
+def _arrow_batches(file: Any) -> Iterator[pa.RecordBatch]:
+    import pyarrow as pa
 
-
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Lines with their ends. Arrow's compressed streams cannot be iterated, so all files are read in blocks."""
-    rest: list[bytes] = []
-    while block := file.read(2**20):
-        *complete, last = block.split(b"\n")
-        for line in complete:
-            yield b"".join([*rest, line, b"\n"])
-            rest = []
-        if last:
-            rest.append(last)
-    if rest:
-        yield b"".join(rest)
-
-
-def _split_pieces(splitter: str | None) -> Any:
-    if splitter is None:
-        return _whole
-    if splitter == "lines":
-        return _stripped_lines
-    paragraphs = _PARAGRAPHS.fullmatch(splitter)
-    if paragraphs is None:
-        raise ConfigError(
-            f"splitter {splitter!r} is unknown; use lines, paragraphs_N (such as paragraphs_4096), or none."
-        )
-    size = int(paragraphs[1])
-    return lambda lines: _paragraphs(lines, size)
-
-
-def _whole(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    start, content = None, bytearray()
-    for offset, line in lines:
-        start = offset if start is None else start
-        content += line
-    yield start or 0, bytes(content)
-
-
-def _stripped_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    for offset, line in lines:
-        yield offset, line.rstrip(b"\r\n")
-
-
-def _paragraphs(lines: Iterable[tuple[int, bytes]], size: int) -> Iterator[tuple[int, bytes]]:
-    """Cut at the first blank line after `size` bytes; the blank lines at a cut belong to no document."""
-    start, content = 0, bytearray()
-    for offset, line in lines:
-        blank = not line.strip()
-        if blank and len(content) >= size:
-            yield start, bytes(content).rstrip(b"\r\n")
-            content = bytearray()
-        if blank and not content:
-            continue
-        if not content:
-            start = offset
-        content += line
-    if content:
-        yield start, bytes(content).rstrip(b"\r\n")
-
-
-def _decode(content: bytes, path: Path, offset: int) -> str:
     try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not valid UTF-8: byte 0x{content[error.start]:02x} at offset {offset + error.start:,} "
-            f"({error.reason}). Convert the file to UTF-8, or remove the bad bytes."
-        ) from error
+        reader = pa.ipc.open_file(file)
+    except pa.ArrowInvalid:  # not the file format: a stream has no magic of its own
+        file.seek(0)
+        yield from pa.ipc.open_stream(file)
+        return
+    for index in range(reader.num_record_batches):
+        yield reader.get_batch(index)
 
 
-def _as_python(value: pa.Scalar, place: str) -> Any:
-    try:
-        return value.as_py()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{place}: the text is not valid UTF-8 (byte {error.start:,} of it). Repair the file."
-        ) from error
+def _row_chunks(path: Path, batch: pa.RecordBatch, columns: Sequence[str], first: int) -> Iterator[Chunk]:
+    """Slices of a record batch of about `CHUNK_BYTES`, each as an Arrow stream of its own."""
+    import pyarrow as pa
+
+    wanted = batch.select(list(dict.fromkeys(columns)))
+    rows = min(CHUNK_DOCUMENTS, max(1, wanted.num_rows * CHUNK_BYTES // max(wanted.nbytes, 1)))
+    for start in range(0, wanted.num_rows, rows):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, wanted.schema) as writer:
+            writer.write_batch(wanted.slice(start, rows))
+        yield Chunk("rows", str(path), sink.getvalue().to_pybytes(), first + start)
 
 
-def _no_column(where: str, text_column: str, names: Iterable[str]) -> DataError:
-    return DataError(f"{where} has no column {text_column}; its columns are {', '.join(names)}. Set text_column.")
+def _hub_chunks(path: str, rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> Iterator[Chunk]:
+    """Rows as JSON lines: a streamed dataset gives Python values, one row at a time."""
+    lines: list[bytes] = []
+    size, first = 0, 1
+    for number, row in enumerate(rows, start=1):
+        try:
+            line = json.dumps({name: row[name] for name in columns if name in row}).encode()
+        except TypeError as error:
+            raise DataError(f"{path} row {number:,}: {error}. Name the column that holds the text.") from error
+        if lines and (size + len(line) > CHUNK_BYTES or len(lines) == CHUNK_DOCUMENTS):
+            yield Chunk("jsonl", path, b"\n".join(lines), first, unit="row")
+            lines, size, first = [], 0, number
+        lines.append(line)
+        size += len(line)
+    if lines:
+        yield Chunk("jsonl", path, b"\n".join(lines), first, unit="row")
+
+
+def _require_columns(where: str, columns: Sequence[str], names: Sequence[str]) -> None:
+    for position, column in enumerate(columns):
+        if column not in names:
+            setting = "text_column" if position == 0 else "language_column or licence_column"
+            raise DataError(f"{where} has no column {column}; its columns are {', '.join(names)}. Set {setting}.")

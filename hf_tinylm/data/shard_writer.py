@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,16 @@ import numpy as np
 import pyarrow as pa
 
 from ..errors import DataError
-from ..files import sha256_of_file, sha256_of_json, write_json
+from ..files import atomic_file, read_json, sha256_of_file, sha256_of_json, write_json
 from .shards import FORMAT_VERSION, SPLITS, id_dtype, shard_name
 
 
 @dataclass
 class _OpenShard:
-    """Ids and rows of the file being filled, and the entries of the files already written, of one split."""
+    """Ids and rows of the file being filled, and the entries of the files already written, of one split.
+
+    `kept` is the entry of a file that an earlier run finished: it is counted through, not filled again.
+    """
 
     values: np.ndarray
     used: int = 0
@@ -27,6 +30,7 @@ class _OpenShard:
     offsets: list[int] = field(default_factory=lambda: [0])
     sources: list[str] = field(default_factory=list)
     entries: list[dict[str, Any]] = field(default_factory=list)
+    kept: dict[str, Any] | None = None
 
     @property
     def free(self) -> int:
@@ -34,12 +38,13 @@ class _OpenShard:
 
 
 class ShardWriter:
-    """Fill `folder` (new, empty) with a pack, document by document; nothing reads it before `finish`.
+    """Fill `folder` with a pack, document by document; nothing reads it before `finish`.
 
+    A folder in which a writer was stopped may be given again with the same documents: files that are whole are kept.
     Memory: one file's ids per split.
 
     Args:
-        folder: an empty folder; the caller makes it appear atomically.
+        folder: a folder of its own; the caller makes it appear atomically.
         vocab_size: decides the width of an id.
         separator_id: first id of each document.
         shard_ids: most ids of one file.
@@ -59,7 +64,8 @@ class ShardWriter:
         self.sources: dict[str, dict[str, int]] = {name: {"ids": 0, "documents": 0} for name in sources}
         self._splits = {split: _OpenShard(np.empty(shard_ids, self.dtype)) for split in SPLITS}
         for split in SPLITS:
-            (folder / split).mkdir()
+            (folder / split).mkdir(exist_ok=True)
+            self._splits[split].kept = self._finished_file(split, 0)
 
     def add(self, split: str, source: str, ids: np.ndarray) -> None:
         """Append one document: the separator and `ids` (n,), which hold no separator themselves.
@@ -68,21 +74,30 @@ class ShardWriter:
             DataError: an id is outside the vocabulary (a narrowing cast would turn it into another token), or is the
                 separator.
         """
-        row = np.empty(len(ids) + 1, dtype=np.int64)
-        row[0] = self.separator_id
-        row[1:] = ids
-        self._check(row, source)
-        shard = self._splits[split]
-        if shard.free < len(row) <= self.shard_ids:
+        self.add_read(split, source, len(ids), lambda: ids)
+
+    def add_read(self, split: str, source: str, count: int, read: Callable[[], np.ndarray]) -> None:
+        """Append one document of `count` ids, which are read only when no earlier run has written them.
+
+        Raises:
+            DataError: as `add`.
+        """
+        shard, length = self._splits[split], count + 1
+        if shard.free < length <= self.shard_ids:
             self._close(split)
-        while len(row):
-            piece, row = row[: shard.free], row[shard.free :]
-            if len(piece):
-                self._append(shard, source, piece)
-            if len(row):
+        row, done = None, 0
+        while done < length:
+            size = min(shard.free, length - done)
+            if size and shard.kept is None:
+                row = self._row(source, read()) if row is None else row
+                shard.values[shard.used : shard.used + size] = row[done : done + size]
+            if size:
+                self._count(shard, source, size, begins=done == 0)
+            done += size
+            if done < length:
                 self._close(split)
         counts = self.sources.setdefault(source, {"ids": 0, "documents": 0})
-        counts["ids"] += len(ids) + 1
+        counts["ids"] += length
         counts["documents"] += 1
 
     def documents(self, split: str) -> int:
@@ -135,36 +150,65 @@ class ShardWriter:
                 f"document may be the separator. Encode its text without special tokens."
             )
 
-    def _append(self, shard: _OpenShard, source: str, row: np.ndarray) -> None:
-        shard.values[shard.used : shard.used + len(row)] = row
-        shard.used += len(row)
+    def _row(self, source: str, ids: np.ndarray) -> np.ndarray:
+        row = np.empty(len(ids) + 1, dtype=np.int64)
+        row[0] = self.separator_id
+        row[1:] = ids
+        self._check(row, source)
+        return row
+
+    def _count(self, shard: _OpenShard, source: str, size: int, begins: bool) -> None:
+        shard.used += size
         shard.offsets.append(shard.used)
         shard.sources.append(source)
-        shard.documents += int(row[0] == self.separator_id)
+        shard.documents += int(begins)
+
+    def _finished_file(self, split: str, index: int) -> dict[str, Any] | None:
+        """The entry of a file that an earlier run finished, or None."""
+        path = self.folder / split / f"{index:05d}.arrow"
+        journal = path.with_suffix(".json")
+        if not (path.is_file() and journal.is_file()):
+            return None
+        entry: dict[str, Any] = read_json(journal)
+        return entry if path.stat().st_size == entry["bytes"] and sha256_of_file(path) == entry["sha256"] else None
 
     def _close(self, split: str) -> None:
         """Write the buffered rows as the next file of the split, under a name that does not know the count yet."""
         shard = self._splits[split]
         path = self.folder / split / f"{len(shard.entries):05d}.arrow"
-        rows = pa.ListArray.from_arrays(pa.array(shard.offsets, type=pa.int32()), pa.array(shard.values[: shard.used]))
-        batch = pa.record_batch([rows, pa.array(shard.sources, type=pa.string())], schema=self._schema())
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, batch.schema) as writer:
-            writer.write_batch(batch)
-        shard.entries.append(
-            {
-                "name": path.name,
-                "sha256": sha256_of_file(path),
-                "bytes": path.stat().st_size,
-                "ids": shard.used,
-                "documents": shard.documents,
-                "rows": len(shard.sources),
-            }
-        )
+        counts = {"ids": shard.used, "documents": shard.documents, "rows": len(shard.sources)}
+        if shard.kept is None:
+            self._write_file(path, shard)
+            digest, size = sha256_of_file(path), path.stat().st_size
+            entry = {"name": path.name, "sha256": digest, "bytes": size, **counts}
+            write_json(path.with_suffix(".json"), entry)
+        else:
+            entry = shard.kept
+            assert {name: entry[name] for name in counts} == counts, f"{path} was written from other documents"
+        shard.entries.append(entry)
         shard.used, shard.documents, shard.offsets, shard.sources = 0, 0, [0], []
+        shard.kept = self._finished_file(split, len(shard.entries))
+
+    def _write_file(self, path: Path, shard: _OpenShard) -> None:
+        # From buffers: pa.array would import pandas, which takes longer than writing the file.
+        ids = pa.Array.from_buffers(
+            pa.from_numpy_dtype(self.dtype), shard.used, [None, pa.py_buffer(shard.values[: shard.used])]
+        )
+        offsets = pa.py_buffer(np.array(shard.offsets, np.int32))
+        rows = pa.Array.from_buffers(pa.list_(ids.type), len(shard.sources), [None, offsets], children=[ids])
+        batch = pa.record_batch([rows, _string_array(shard.sources)], schema=self._schema())
+        with (
+            atomic_file(path) as temporary,
+            pa.OSFile(str(temporary), "wb") as sink,
+            pa.ipc.new_stream(sink, batch.schema) as writer,
+        ):
+            writer.write_batch(batch)
 
     def _name_files(self, split: str) -> list[dict[str, Any]]:
         """Give each file its final name, now that their number is known."""
         entries = self._splits[split].entries
+        for journal in (self.folder / split).glob("[0-9]*.json"):
+            journal.unlink()
         for index, entry in enumerate(entries):
             final = shard_name(split, index, len(entries))
             os.replace(self.folder / split / entry["name"], self.folder / final)
@@ -195,3 +239,11 @@ class ShardWriter:
         fields = [("input_ids", pa.list_(pa.from_numpy_dtype(self.dtype))), ("source", pa.string())]
         metadata = {"huggingface": json.dumps({"info": {"features": self._features()}})}
         return pa.schema(fields, metadata=metadata)
+
+
+def _string_array(values: Sequence[str]) -> pa.Array:
+    encoded = [value.encode("utf-8") for value in values]
+    offsets = np.concatenate([[0], np.cumsum([len(value) for value in encoded])]).astype(np.int32)
+    return pa.Array.from_buffers(
+        pa.string(), len(encoded), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    )

@@ -1,20 +1,20 @@
-"""Documents from text files, JSONL, Parquet and `datasets` names, one at a time, with what was skipped counted."""
+"""The files of a source, and its documents from text, JSONL, Parquet, Arrow and `datasets` names."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any
 
 from ..config import SourceSection
 from ..errors import DataError
 from ..files import bundled
+from ..tokenization.load import load_backend, separator_id
 from . import readers
-from .readers import Record
+from .chunks import Chunk, Skipped
+from .readers import ReadBytes
+from .records import Document, documents_of, filter_columns
 
 BUNDLED_PREFIX = "bundled:"
 COMPRESSIONS = (".xz", ".gz", ".zst")
@@ -25,56 +25,59 @@ FORMATS = {
     ".ndjson": "jsonl",
     ".json": "jsonl",
     ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".bin": "tokens",
 }
+# A .bin file in a folder may be anything; token files are asked for by name or format.
+_IN_FOLDERS = set(FORMATS.values()) - {"tokens"}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
-@dataclass(frozen=True)
-class Document:
-    """One text of a source; `place` says where it was read (file and line, row or byte), for people."""
-
-    text: str
-    source: str
-    place: str
-
-
-@dataclass
-class Skipped:
-    """Records without text, counted by reason: empty, white_space, null, missing. `first` is where each began."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    first: dict[str, str] = field(default_factory=dict)
-
-    def add(self, reason: str, place: str) -> None:
-        """Count one record."""
-        self.counts[reason] += 1
-        self.first.setdefault(reason, place)
-
-
 def read_documents(source: SourceSection, skipped: Skipped) -> Iterator[Document]:
-    """The documents of a source, in the order of its files; what has no text is counted in `skipped`.
+    """The documents of a source, in the order of its files; what is not used is counted in `skipped`.
 
     Raises:
-        DataError: a file is missing or damaged, is not UTF-8, or has another shape than the source says; the message
-            names the file and the line, row or byte.
+        DataError: a file is missing or damaged, is not UTF-8 under the policy strict, or has another shape than the
+            source says; the message names the file and the line, row or byte.
     """
     kept = 0
-    for record in _records(source):
-        text = record.text
-        reason = _why_skip(text)
-        if reason is not None:
-            skipped.add(reason, record.place)
-            continue
-        if not isinstance(text, str):
-            raise DataError(
-                f"{record.place}: {source.text_column} is {type(text).__name__}, not text. Name the column that holds "
-                f"the text: text_column."
-            )
-        _require_unicode(text, record.place)
-        yield Document(text, source.name, record.place)
-        kept += 1
-        if kept == source.max_documents:
-            return
+    for chunk in read_chunks(source):
+        skipped.merge(chunk.skipped)
+        for document in documents_of(chunk, source, skipped):
+            yield document
+            kept += 1
+            if kept == source.max_documents:
+                return
+
+
+def read_chunks(source: SourceSection, read: ReadBytes | None = None, cut_large: bool = False) -> Iterator[Chunk]:
+    """The input of a source in chunks, in the order of its files.
+
+    `read` is told how much has been read; with `cut_large`, large documents of text files come in pieces.
+
+    Raises:
+        DataError: a file is missing or damaged, or a setting does not fit its format.
+    """
+    files, read = source_files(source), read or ReadBytes()
+    formats = {format_ for _, format_ in files} or {"datasets"}
+    if source.splitter is not None and formats != {"text"}:
+        raise DataError(f"source {source.name}: splitter {source.splitter} is for text files only. Leave it out.")
+    columns = [source.text_column, *filter_columns(source)]
+    if len(columns) > 1 and formats & {"text", "tokens"}:
+        raise DataError(f"source {source.name}: text files have no column {columns[1]} to filter by. Leave it out.")
+    if not files:
+        yield from readers.read_hub_dataset(source.path, source.config, source.split, columns)
+    for path, format_ in files:
+        if format_ == "text":
+            yield from readers.read_text(path, source.splitter, source.utf8, read, cut_large)
+        elif format_ == "jsonl":
+            yield from readers.read_jsonl(path, read)
+        elif format_ == "tokens":
+            yield from readers.read_tokens(path, _separator_of(source), read)
+        elif format_ == "arrow":
+            yield from readers.read_arrow(path, columns, read)
+        else:
+            yield from readers.read_parquet(path, columns, read)
 
 
 def source_files(source: SourceSection) -> list[tuple[Path, str]]:
@@ -90,27 +93,26 @@ def source_files(source: SourceSection) -> list[tuple[Path, str]]:
         return []
     if not paths:
         raise DataError(
-            f"source {source.name}: {source.path} does not exist or holds no .txt, .md, .jsonl or .parquet file. "
-            f"Correct the path, or give format: datasets for a dataset of the Hub."
+            f"source {source.name}: {source.path} does not exist or holds no .txt, .md, .jsonl, .parquet, "
+            f".arrow or .bin file. Correct the path, or give format: datasets for a dataset of the Hub."
         )
     if source.format == "auto":
         return [(path, _format_of(path.name) or "text") for path in paths]
     return [(path, source.format) for path in paths]
 
 
-def _records(source: SourceSection) -> Iterator[Record]:
-    files = source_files(source)
-    if source.splitter is not None and (not files or any(format_ != "text" for _, format_ in files)):
-        raise DataError(f"source {source.name}: splitter {source.splitter} is for text files only. Leave it out.")
-    if not files:
-        yield from readers.read_hub_dataset(source.path, source.config, source.split, source.text_column)
-    for path, format_ in files:
-        if format_ == "text":
-            yield from readers.read_text(path, source.splitter)
-        elif format_ == "jsonl":
-            yield from readers.read_jsonl(path, source.text_column)
-        else:
-            yield from readers.read_parquet(path, source.text_column)
+def _separator_of(source: SourceSection) -> int:
+    """The separator id of the tokenizer that a token source declares.
+
+    Raises:
+        DataError: it declares none, or one without a separator.
+    """
+    if source.encoded_with is None:
+        raise DataError(
+            f"source {source.name} is a file of token ids, and nothing says whose. Give its tokenizer: "
+            f"encoded_with: DIR."
+        )
+    return separator_id(load_backend(source.encoded_with))
 
 
 def _find_paths(source: SourceSection) -> list[Path]:
@@ -122,9 +124,7 @@ def _find_paths(source: SourceSection) -> list[Path]:
     if path.is_dir():
         wanted = None if source.format == "auto" else source.format
         found = [file for file in path.rglob("*") if file.is_file() and not _hidden(file, path)]
-        return sorted(
-            file for file in found if _format_of(file.name) in ({wanted} if wanted else set(FORMATS.values()))
-        )
+        return sorted(file for file in found if _format_of(file.name) in ({wanted} if wanted else _IN_FOLDERS))
     if has_magic(str(path)):
         return sorted(Path(name) for name in glob(str(path), recursive=True) if Path(name).is_file())
     return []
@@ -145,24 +145,3 @@ def _format_of(name: str) -> str | None:
     while path.suffix in COMPRESSIONS:
         path = path.with_suffix("")
     return FORMATS.get(path.suffix)
-
-
-def _why_skip(text: Any) -> str | None:
-    if text is readers.MISSING:
-        return "missing"
-    if text is None:
-        return "null"
-    if text == "":
-        return "empty"
-    return "white_space" if isinstance(text, str) and not text.strip() else None
-
-
-def _require_unicode(text: str, place: str) -> None:
-    """A JSON escape such as backslash-u-d800 is half a character; no UTF-8 text can hold it."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place}: U+{ord(text[error.start]):04X} at character {error.start:,} of the text is half a surrogate "
-            f"pair, which is not valid Unicode. Remove it from the source."
-        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 VALIDATION_RULE = "first 64 bits of SHA-256 of the white-space-normalised UTF-8 text, as a number in [0, 1), < fraction"
 
@@ -26,3 +27,27 @@ def is_validation(digest: bytes, validation_fraction: float) -> bool:
     validation document of a smaller one.
     """
     return int.from_bytes(digest[:8], "big") < validation_fraction * 2**64
+
+
+class RunningDigest:
+    """`content_digest` of a text that arrives in pieces, each of which begins with white space or after it."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self.empty = True
+
+    def update(self, piece: str) -> None:
+        """Add the next piece."""
+        words = " ".join(piece.split())
+        if words:
+            self._hash.update((words if self.empty else " " + words).encode("utf-8"))
+            self.empty = False
+
+    def digest(self) -> bytes:
+        """The digest of what was added so far."""
+        return self._hash.digest()
+
+
+def validation_bound(validation_fraction: float) -> int:
+    """The number of 64 bits below which the first half of a digest means validation."""
+    return math.ceil(validation_fraction * 2**64)

@@ -13,7 +13,9 @@ from ..files import refuse_folder_in_use
 from ..tokenization.audit import audit_tokenizer
 from ..tokenization.load import load_tokenizer, save_tokenizer, tokenizer_sha256
 from ..tokenization.train import train_tokenizer
-from .sources import Document, Skipped, read_documents
+from .chunks import Skipped
+from .records import Document
+from .sources import read_documents
 from .split import content_digest, is_validation
 
 

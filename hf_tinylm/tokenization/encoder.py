@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import TokenizerError
-from .load import backend_json, is_byte_level, special_ids, split_steps, token_bytes
+from .load import BackendTokenizer, backend_json, is_byte_level, special_ids, split_steps, token_bytes
+from .special import QWEN2_SPLIT
 
 if TYPE_CHECKING:
     import tiktoken
@@ -40,7 +41,7 @@ class FastEncoder:
         engine: "tokenizers" to keep tiktoken out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, engine: str | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast | BackendTokenizer, engine: str | None = None) -> None:
         self._reference = reference_encoder(tokenizer)
         self._tiktoken: tiktoken.Encoding | None = None
         if engine != "tokenizers":
@@ -71,6 +72,10 @@ class FastEncoder:
         """Whether `ids` are not what the `tokenizers` library gives for `text`."""
         return not np.array_equal(self._encode_reference([text])[0], ids)
 
+    def decode(self, ids: np.ndarray) -> str:
+        """The text of `ids` (n,), special tokens spelled out."""
+        return str(self._reference.decode(ids.tolist(), skip_special_tokens=False))
+
     def _encode(self, text: str) -> np.ndarray:
         assert self._tiktoken is not None
         if len(text) >= LONG_RUN and _LONG_RUN_PATTERN.search(text):
@@ -82,7 +87,7 @@ class FastEncoder:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
 
-def reference_encoder(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+def reference_encoder(tokenizer: PreTrainedTokenizerFast | BackendTokenizer) -> Tokenizer:
     """A copy of the tokenizer's backend that reads the spelling of a special token as ordinary text."""
     from tokenizers import Tokenizer
 
@@ -93,7 +98,7 @@ def reference_encoder(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     return reference
 
 
-def why_not_tiktoken(tokenizer: PreTrainedTokenizerFast) -> str | None:
+def why_not_tiktoken(tokenizer: PreTrainedTokenizerFast | BackendTokenizer) -> str | None:
     """What tiktoken cannot represent of a tokenizer, in words; None when it can represent all."""
     backend = backend_json(tokenizer)
     model = backend["model"]
@@ -118,6 +123,15 @@ def why_not_tiktoken(tokenizer: PreTrainedTokenizerFast) -> str | None:
     return None
 
 
+def ids_of_pieces_are_exact(tokenizer: PreTrainedTokenizerFast | BackendTokenizer) -> bool:
+    """Whether a text that is cut before a space after a printable ASCII character has the ids of its pieces, joined.
+
+    Known of the two split expressions in use: neither continues a word from such a character into a space.
+    """
+    backend = backend_json(tokenizer)
+    return why_not_tiktoken(tokenizer) is None and _split_pattern(backend) in (QWEN2_SPLIT, _GPT2_SPLIT)
+
+
 def _split_pattern(backend: dict[str, Any]) -> str | None:
     """The one regular expression that splits text into words, or None when the split is something else."""
     steps = split_steps(backend)
@@ -131,7 +145,7 @@ def _split_pattern(backend: dict[str, Any]) -> str | None:
     return regex if plain and len(steps) == 2 else None
 
 
-def _tiktoken_encoding(tokenizer: PreTrainedTokenizerFast) -> tiktoken.Encoding:
+def _tiktoken_encoding(tokenizer: PreTrainedTokenizerFast | BackendTokenizer) -> tiktoken.Encoding:
     import tiktoken
 
     pattern = _split_pattern(backend_json(tokenizer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,53 @@ import numpy as np
 
 from ..errors import TokenizerError
 from ..files import atomic_folder, read_json, sha256_of_json, write_json
-from .special import byte_of_character
+from .special import END_OF_TEXT, byte_of_character
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class BackendTokenizer:
+    """A tokenizer of the `tokenizers` library with the few names of transformers' class that encoding needs.
+
+    It spares a process that only encodes the seconds and the memory of importing transformers.
+    """
+
+    backend_tokenizer: Tokenizer
+    name_or_path: str
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token, special ones included, with its id."""
+        return dict(self.backend_tokenizer.get_vocab(with_added_tokens=True))
+
+
+def load_backend(path: str | Path) -> BackendTokenizer:
+    """The tokenizer in a local folder, or of a model on the Hub, without transformers where that is not needed.
+
+    Raises:
+        TokenizerError: there is none, or it is not one of the `tokenizers` library.
+    """
+    file, config = Path(path) / "tokenizer.json", Path(path) / "tokenizer_config.json"
+    # Other classes may add tokens or steps that only transformers knows of.
+    if file.is_file() and config.is_file() and read_json(config).get("tokenizer_class") == "PreTrainedTokenizerFast":
+        return parse_backend(file.read_text(encoding="utf-8"), str(path))
+    return BackendTokenizer(load_tokenizer(path).backend_tokenizer, str(path))
+
+
+def parse_backend(text: str, name: str) -> BackendTokenizer:
+    """A tokenizer from the text of its tokenizer.json.
+
+    Raises:
+        TokenizerError: it is damaged.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        return BackendTokenizer(Tokenizer.from_str(text), name)
+    except Exception as error:  # the library raises no narrower class
+        raise TokenizerError(f"the tokenizer in {name} could not be loaded: {error}") from error
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
@@ -71,7 +115,7 @@ def write_tokenizer_files(tokenizer: PreTrainedTokenizerFast, folder: str | Path
     write_json(config_path, config)
 
 
-def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast | BackendTokenizer) -> str:
     """Hexadecimal SHA-256 of all that decides ids: vocabulary, merges, split and special tokens.
 
     Files that spell the same tokenizer differently (older merge format, other defaults written out) hash the same.
@@ -92,7 +136,7 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
     )
 
 
-def backend_json(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def backend_json(tokenizer: PreTrainedTokenizerFast | BackendTokenizer) -> dict[str, Any]:
     """The content of the tokenizer's tokenizer.json."""
     return dict(json.loads(tokenizer.backend_tokenizer.to_str()))
 
@@ -115,12 +159,27 @@ def special_ids(backend: dict[str, Any]) -> set[int]:
     return {token["id"] for token in backend["added_tokens"] if token["special"]}
 
 
-def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
+def vocabulary_size(tokenizer: PreTrainedTokenizerFast | BackendTokenizer) -> int:
     """Rows that an embedding needs: the highest id and one. `len(tokenizer)` is less when ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerFast) -> dict[int, bytes]:
+def separator_id(tokenizer: PreTrainedTokenizerFast | BackendTokenizer) -> int:
+    """Id of the token that separates documents.
+
+    Raises:
+        TokenizerError: the tokenizer has none.
+    """
+    id_ = tokenizer.get_vocab().get(END_OF_TEXT)
+    if id_ is None:
+        raise TokenizerError(
+            f"the tokenizer {tokenizer.name_or_path} has no {END_OF_TEXT} token to separate documents. "
+            f"Train one that has: hf-tinylm tokenizer train."
+        )
+    return int(id_)
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerFast | BackendTokenizer) -> dict[int, bytes]:
     """Bytes that each ordinary token stands for, by id; special tokens are not in it.
 
     Raises:
@@ -142,7 +201,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast) -> dict[int, bytes]:
     return spelled
 
 
-def token_byte_lengths(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+def token_byte_lengths(tokenizer: PreTrainedTokenizerFast | BackendTokenizer) -> np.ndarray:
     """Bytes of UTF-8 text that each token stands for, int64 (vocab,); special tokens have none.
 
     Raises:

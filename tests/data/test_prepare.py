@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import random
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ import pytest
 
 from hf_tinylm.config import RunConfig, SourceSection
 from hf_tinylm.data import prepare as prepare_module
+from hf_tinylm.data import readers
+from hf_tinylm.data.chunks import Chunk
+from hf_tinylm.data.encoding import ChunkEncoder, Encoded
 from hf_tinylm.data.prepare import prepare
+from hf_tinylm.data.shard_writer import ShardWriter
 from hf_tinylm.data.shards import Shard, load_shards
 from hf_tinylm.data.windows import TokenWindows
 from hf_tinylm.errors import ConfigError, DataError, TokenizerError
@@ -43,6 +48,7 @@ def test_every_document_is_in_one_split_in_the_order_of_reading(
     make_config: MakeConfig, texts: list[str], tokenizer_path: Path, tmp_path: Path
 ) -> None:
     config = make_config(write_jsonl(tmp_path / "a.jsonl", texts[:150]), write_jsonl(tmp_path / "b.jsonl", texts[150:]))
+    config.data.shuffle = False
     manifest = prepare(config, progress=False)
     shards = load_shards(tmp_path / "shards", verify=True)
     tokenizer = load_tokenizer(tokenizer_path)
@@ -116,7 +122,9 @@ def test_copies_across_sources_are_dropped(make_config: MakeConfig, texts: list[
     sources = [write_jsonl(tmp_path / "a.jsonl", texts), write_jsonl(tmp_path / "b.jsonl", texts[:50])]
     manifest = prepare(make_config(*sources), progress=False)
     assert manifest["duplicates"] == 50
-    assert manifest["sources"]["b"] == {"ids": 0, "documents": 0, "licence": "MIT", "bytes": 0}
+    b = manifest["sources"]["b"]
+    found = {key: b[key] for key in ("ids", "documents", "licence", "bytes", "duplicates")}
+    assert found == {"ids": 0, "documents": 0, "licence": "MIT", "bytes": 0, "duplicates": 50}
 
 
 def test_a_larger_validation_fraction_keeps_the_documents_of_a_smaller_one(
@@ -130,13 +138,14 @@ def test_a_larger_validation_fraction_keeps_the_documents_of_a_smaller_one(
     assert found[0] < found[1]
 
 
-def test_the_number_of_threads_and_the_seed_change_no_byte(
+def test_the_number_of_workers_and_the_seed_change_no_byte(
     make_config: MakeConfig, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(prepare_module, "BYTES_PER_WORKER", 100)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 500)
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     hashes = []
-    for number, workers in enumerate((1, 4)):
+    for number, workers in enumerate((1, 3)):
         config = make_config(source, shards=f"shards{number}")
         config.data.num_workers, config.training.seed, config.data.shard_ids = workers, number, 1000
         prepare(config, progress=False)
@@ -177,20 +186,22 @@ def test_a_fast_engine_that_differs_is_replaced_by_the_exact_one(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    texts = [*texts, *(f"another text {number}" for number in range(500))]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     prepare(make_config(source, shards="right"), progress=False)
     honest = FastEncoder._encode
+    sampled = next(text for text in texts[32:] if zlib.crc32(text.encode()) % 128 == 0)
 
     def wrong(self: FastEncoder, text: str) -> np.ndarray:
         ids = honest(self, text)
-        return ids[:-1] if text == texts[150 - 150 % 128] else ids
+        return ids[:-1] if text == sampled else ids
 
     monkeypatch.setattr(FastEncoder, "_encode", wrong)
     with caplog.at_level(logging.WARNING):
         manifest = prepare(make_config(source, shards="repaired"), progress=False)
     assert manifest["encoder"] == "tokenizers"
     assert "tiktoken gives other ids than tokenizers" in caplog.text
-    assert "a.jsonl line 129" in caplog.text
+    assert f"a.jsonl line {texts.index(sampled) + 1}" in caplog.text
     right, repaired = (load_shards(tmp_path / name).manifest["splits"] for name in ("right", "repaired"))
     assert right == repaired
 
@@ -205,12 +216,33 @@ def test_an_output_folder_in_use_is_refused_and_left_alone(
     assert [path.name for path in (tmp_path / "shards").iterdir()] == ["precious"]
 
 
-def test_a_failure_half_way_leaves_nothing_behind(make_config: MakeConfig, texts: list[str], tmp_path: Path) -> None:
+def test_a_failure_half_way_leaves_no_pack_and_keeps_what_is_encoded(
+    make_config: MakeConfig, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = write_jsonl(tmp_path / "a.jsonl", texts)
     (tmp_path / "b.txt").write_bytes(b"bad \xff")
     with pytest.raises(DataError, match=r"b\.txt is not valid UTF-8"):
         prepare(make_config(good, SourceSection("b", str(tmp_path / "b.txt"))), progress=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".prepare-shards", "a.jsonl", "b.txt"]
+    (tmp_path / "b.txt").write_text("good")
+    encoded = []
+    honest = ChunkEncoder.encode
+
+    def counted(self: ChunkEncoder, chunk: Chunk, *arguments: Any) -> Encoded:
+        encoded.append(Path(chunk.path).name)
+        return honest(self, chunk, *arguments)
+
+    monkeypatch.setattr(ChunkEncoder, "encode", counted)
+    manifest = prepare(make_config(good, SourceSection("b", str(tmp_path / "b.txt"))), progress=False)
+    assert (set(encoded), manifest["documents"]) == ({"b.txt"}, 201)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.txt", "shards"]
+
+
+def test_a_failure_before_anything_is_encoded_leaves_nothing_behind(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes(b"bad \xff")
+    with pytest.raises(DataError, match=r"b\.txt is not valid UTF-8"):
+        prepare(make_config(SourceSection("b", str(tmp_path / "b.txt"))), progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.txt"]
 
 
 def test_an_empty_source_is_an_error_that_tells_what_was_skipped(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -243,3 +275,55 @@ def test_what_is_not_given_is_asked_for(make_config: MakeConfig, texts: list[str
         prepare(config, progress=False)
     with pytest.raises(ConfigError, match=r"data\.sources is empty"):
         prepare(make_config(), progress=False)
+
+
+def test_shards_that_are_finished_are_not_written_again(
+    make_config: MakeConfig, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(write_jsonl(tmp_path / "a.jsonl", texts), shards="whole")
+    config.data.shard_ids = 1000
+    whole = prepare(config, progress=False)["splits"]
+    assert len(whole["train"]["shards"]) > 4
+    written: list[str] = []
+    honest = ShardWriter._write_file
+
+    def stops_at_the_third(self: ShardWriter, path: Path, shard: Any) -> None:
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        honest(self, path, shard)
+        written.append(f"{path.parent.name}/{path.name}")
+
+    config.data.shards = str(tmp_path / "shards")
+    monkeypatch.setattr(ShardWriter, "_write_file", stops_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, progress=False)
+    before = list(written)
+    monkeypatch.setattr(
+        ShardWriter,
+        "_write_file",
+        lambda self, path, shard: (honest(self, path, shard), written.append(f"{path.parent.name}/{path.name}"))[0],
+    )
+    assert prepare(config, progress=False)["splits"] == whole
+    assert len(written) == len(set(written)) == sum(len(split["shards"]) for split in whole.values())
+    assert len(before) == 3
+
+
+def test_a_finished_shard_that_was_damaged_is_written_again(
+    make_config: MakeConfig, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(write_jsonl(tmp_path / "a.jsonl", texts))
+    config.data.shard_ids = 1000
+
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config, progress=False)
+    (shard,) = (tmp_path / ".prepare-shards").glob("pack-*/train/00001.arrow")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    prepare(config, progress=False)
+    load_shards(tmp_path / "shards", verify=True)

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from hf_tinylm.config import SourceSection
-from hf_tinylm.data.sources import Skipped, read_documents, source_files
+from hf_tinylm.data.chunks import Skipped
+from hf_tinylm.data.sources import read_documents, source_files
 from hf_tinylm.errors import ConfigError, DataError
 
 DOCUMENTS = ["one\ntwo", "셋 🙂", "four "]
