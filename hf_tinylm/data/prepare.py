@@ -93,16 +93,15 @@ def prepare(config: RunConfig, progress: bool = True) -> dict[str, Any]:
 
 @contextmanager
 def _work_folder(target: Path) -> Iterator[Path]:
-    """A hidden folder beside the pack for what is finished; it goes when the pack is there, or when it is empty."""
+    """A hidden folder beside the pack for what is finished; it goes with the pack written, or when it holds nothing."""
     work = target.with_name(f".prepare-{target.name}")
     work.mkdir(parents=True, exist_ok=True)
     try:
         yield work
         shutil.rmtree(work)
     finally:
-        for folder, _, files in os.walk(work, topdown=False):
-            if not files and not os.listdir(folder):
-                os.rmdir(folder)
+        if work.exists() and not any(path.stat().st_size for path in work.rglob("*") if path.is_file()):
+            shutil.rmtree(work)
 
 
 class _Preparation:
