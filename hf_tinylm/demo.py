@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from .config import RunConfig, load_config
-from .errors import TrainingError
-from .files import bundled, write_json
+from .contract import RUN_FILE, difference
+from .errors import ConfigError, TrainingError
+from .files import bundled, read_json, write_json
 
 PROMPT = "It is a truth universally acknowledged, that"
 GREEDY_TOKENS = 40
@@ -31,6 +32,7 @@ def run_demo(overrides: list[str]) -> int:
     config = load_config("demo", overrides)
     assert config.training.output_dir is not None, "the bundled configuration names its folders"
     run = Path(config.training.output_dir)
+    _refuse_other_settings(config, run)
     _write_pack(config)
     if not (run / "DONE.json").is_file():
         _train(config, overrides)
@@ -104,6 +106,23 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         lines.append(f"              {'equal' if summary['continuations_equal'] else 'DIFFERENT'}")
     lines += [f"files         {path}" for path in summary["files"]]
     return [*lines, f"time          {summary['minutes']:.1f} minutes in this command"]
+
+
+def _refuse_other_settings(config: RunConfig, run: Path) -> None:
+    """Never show an earlier demo's numbers as those of other settings.
+
+    Raises:
+        ConfigError: the folder holds a run with other settings; they are named.
+    """
+    if not (run / RUN_FILE).is_file():
+        return
+    recorded, asked = read_json(run / RUN_FILE)["config"], config.to_dict()
+    for settings in (recorded, asked):
+        settings["training"].pop("resume_from_checkpoint")  # how the demo continues, and where llama.cpp is missing
+        settings["export"].pop("verify")
+    changed = difference(recorded, asked)
+    if changed:
+        raise ConfigError(f"{run} holds a demo with other settings ({'; '.join(changed)}). Remove {run.parent} first.")
 
 
 def _write_pack(config: RunConfig) -> None:
