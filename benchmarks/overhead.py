@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from hf_tinylm.config import ModelSection
 from hf_tinylm.data.windows import TokenWindows
 from hf_tinylm.modeling.model import TinyLMForCausalLM
+from hf_tinylm.sections import ModelSection
 from hf_tinylm.training.optimizer import adamw
 
 from .machine import median_ratio

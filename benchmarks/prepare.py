@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from hf_tinylm.config import RunConfig, SourceSection
 from hf_tinylm.data.chunks import Skipped
 from hf_tinylm.data.prepare import prepare
 from hf_tinylm.data.shards import load_shards
 from hf_tinylm.data.sources import read_documents
 from hf_tinylm.data.tokenizer_corpus import train_from_config
 from hf_tinylm.files import bundled
+from hf_tinylm.sections import RunConfig, SourceSection
 from hf_tinylm.tokenization.encoder import FastEncoder
 from hf_tinylm.tokenization.load import load_backend
 

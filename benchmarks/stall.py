@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hf_tinylm.config import ModelSection
+from hf_tinylm.sections import ModelSection
 from hf_tinylm.training.metrics import read_rows
 
 from .runs import model_of, trainer_of, windows_of

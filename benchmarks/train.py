@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from hf_tinylm.config import ModelSection
 from hf_tinylm.data.windows import TokenWindows
 from hf_tinylm.modeling.stock import stock_model
+from hf_tinylm.sections import ModelSection
 
 from .machine import matrix_peak, median_ratio
 from .runs import StepTimes, model_of, trainer_of, windows_of

@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .config import RunConfig, load_config
+from .config import load_config
 from .contract import RUN_FILE, difference
 from .errors import ConfigError, TrainingError
 from .files import bundled, read_json, write_json
+from .sections import RunConfig
 
 PROMPT = "It is a truth universally acknowledged, that"
 GREEDY_TOKENS = 40

@@ -9,8 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .config import ModelSection, TrainingSection, nearest_multiple
+from .config import nearest_multiple
 from .errors import ConfigError
+from .sections import ModelSection, TrainingSection
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_tinylm.config import SECTIONS, RunConfig, SourceSection, find_config, load_config, parse_overrides, save_config
+from hf_tinylm.config import SECTIONS, find_config, load_config, parse_overrides, save_config
 from hf_tinylm.errors import ConfigError
+from hf_tinylm.sections import RunConfig, SourceSection
 
 CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
 SHIPPED = pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_tinylm.config import RunConfig, load_config, nearest_multiple
+from hf_tinylm.config import load_config, nearest_multiple
 from hf_tinylm.errors import ConfigError
 from hf_tinylm.planning import ModelShape, UpdatePlan, plan_of_config, plan_updates, uniform_loss
+from hf_tinylm.sections import RunConfig
 
 CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
 

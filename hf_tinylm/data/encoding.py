@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ..config import SourceSection
 from ..errors import DataError, TinyLMError
+from ..sections import SourceSection
 from ..tokenization.encoder import FastEncoder
 from ..tokenization.load import parse_backend, vocabulary_size
 from .chunks import Chunk, Skipped

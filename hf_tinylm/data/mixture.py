@@ -12,8 +12,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from ..config import DataSection, SourceSection
 from ..errors import DataError
+from ..sections import DataSection, SourceSection
 from .ledger import DROPPED, TRAIN, VALIDATION, Ledger, buckets, in_bucket
 from .permutation import hash_counters, key_of
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..config import RunConfig
 from ..errors import ConfigError, DataError, TokenizerError
+from ..sections import RunConfig
 from ..tokenization.load import backend_json, is_byte_level, load_tokenizer, token_byte_lengths, tokenizer_sha256
 from .shards import Shards, load_shards
 from .windows import TokenWindows

@@ -26,9 +26,9 @@ import numpy as np
 from tqdm import tqdm
 
 from .. import __version__
-from ..config import RunConfig, SourceSection
 from ..errors import ConfigError, DataError
 from ..files import fsync_tree, refuse_folder_in_use, sha256_of_json
+from ..sections import RunConfig, SourceSection
 from ..tokenization.encoder import ids_of_pieces_are_exact, why_not_tiktoken
 from ..tokenization.load import BackendTokenizer, load_backend, separator_id, tokenizer_sha256, vocabulary_size
 from ..tokenization.special import END_OF_TEXT

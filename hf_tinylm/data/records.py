@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..config import SourceSection
 from ..errors import DataError
+from ..sections import SourceSection
 from .chunks import Chunk, Skipped
 from .utf8 import decode
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from glob import glob, has_magic
 from pathlib import Path
 
-from ..config import SourceSection
 from ..errors import DataError
 from ..files import bundled
+from ..sections import SourceSection
 from ..tokenization.load import load_backend, separator_id
 from . import readers
 from .chunks import Chunk, Skipped

@@ -19,8 +19,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from ..config import SourceSection
 from ..files import atomic_file, fsync_path, read_json, sha256_of_json, write_json
+from ..sections import SourceSection
 from .chunks import Chunk, Skipped
 from .encoding import ROW, SAMPLE_EVERY, SAMPLE_FIRST, Encoded, halves
 from .records import why_length

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import RunConfig, SourceSection
 from ..errors import ConfigError, DataError
 from ..files import refuse_folder_in_use
+from ..sections import RunConfig, SourceSection
 from ..tokenization.audit import audit_tokenizer
 from ..tokenization.load import load_tokenizer, save_tokenizer, tokenizer_sha256
 from ..tokenization.train import train_tokenizer

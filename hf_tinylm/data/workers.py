@@ -21,8 +21,8 @@ import numpy as np
 
 import hf_tinylm
 
-from ..config import SourceSection
 from ..errors import DataError, PreparationError, TokenizerError
+from ..sections import SourceSection
 from ..tokenization.encoder import FastEncoder
 from ..tokenization.load import BackendTokenizer, vocabulary_size
 from .chunks import Chunk, Skipped

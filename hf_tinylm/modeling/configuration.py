@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from ..config import ModelSection
 from ..planning import ModelShape
+from ..sections import ModelSection
 from ..tokenization.special import END_OF_TEXT_ID, PAD_ID
 
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from ..config import ModelSection
 from ..errors import CheckpointError, ConfigError
+from ..sections import ModelSection
 from .configuration import TinyLMConfig, model_configuration
 from .model import TinyLMForCausalLM
 

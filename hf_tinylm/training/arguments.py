@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from transformers import TrainingArguments
 
-from ..config import RunConfig
 from ..errors import ConfigError
 from ..planning import UpdatePlan, plan_updates
+from ..sections import RunConfig
 
 HONOURED = frozenset(
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_tinylm.config import RunConfig, SourceSection
+from hf_tinylm.sections import RunConfig, SourceSection
 from hf_tinylm.tokenization.load import save_tokenizer
 from hf_tinylm.tokenization.train import train_tokenizer
 

@@ -10,10 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hf_tinylm.config import SourceSection, load_config
+from hf_tinylm.config import load_config
 from hf_tinylm.data.chunks import Skipped
 from hf_tinylm.data.sources import read_documents
 from hf_tinylm.errors import ConfigError, DataError
+from hf_tinylm.sections import SourceSection
 
 ROWS = [
     {"text": "english text", "language": "en", "licence": "MIT"},

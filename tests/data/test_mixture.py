@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from hf_tinylm.config import RunConfig, SourceSection, load_config
+from hf_tinylm.config import load_config
 from hf_tinylm.data import ledger, mixture
 from hf_tinylm.data import prepare as prepare_module
 from hf_tinylm.data.prepare import prepare
 from hf_tinylm.data.shards import load_shards
 from hf_tinylm.errors import ConfigError, DataError
+from hf_tinylm.sections import RunConfig, SourceSection
 from hf_tinylm.tokenization.load import load_tokenizer
 
 MakeConfig = Callable[..., RunConfig]

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_tinylm.config import RunConfig, SourceSection
 from hf_tinylm.data import prepare as prepare_module
 from hf_tinylm.data import readers
 from hf_tinylm.data.chunks import Chunk
@@ -25,6 +24,7 @@ from hf_tinylm.data.shards import Shard, load_shards
 from hf_tinylm.data.windows import TokenWindows
 from hf_tinylm.errors import ConfigError, DataError, TokenizerError
 from hf_tinylm.files import sha256_of_file
+from hf_tinylm.sections import RunConfig, SourceSection
 from hf_tinylm.tokenization.encoder import FastEncoder
 from hf_tinylm.tokenization.load import load_tokenizer, tokenizer_sha256
 

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hf_tinylm.config import SourceSection
 from hf_tinylm.data.chunks import Skipped
 from hf_tinylm.data.sources import read_documents, source_files
 from hf_tinylm.errors import ConfigError, DataError
+from hf_tinylm.sections import SourceSection
 
 DOCUMENTS = ["one\ntwo", "셋 🙂", "four "]
 

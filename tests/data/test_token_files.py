@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_tinylm.config import RunConfig, SourceSection
 from hf_tinylm.data import readers
 from hf_tinylm.data.prepare import prepare
 from hf_tinylm.data.shards import load_shards
 from hf_tinylm.errors import DataError
+from hf_tinylm.sections import RunConfig, SourceSection
 from hf_tinylm.tokenization.load import load_tokenizer, save_tokenizer
 from hf_tinylm.tokenization.train import train_tokenizer
 

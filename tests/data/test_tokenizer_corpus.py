@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from hf_tinylm.config import RunConfig, SourceSection, load_config
+from hf_tinylm.config import load_config
 from hf_tinylm.data.chunks import Skipped
 from hf_tinylm.data.prepare import prepare
 from hf_tinylm.data.shards import load_shards
 from hf_tinylm.data.tokenizer_corpus import audit_from_config, train_from_config, training_texts
 from hf_tinylm.errors import ConfigError, DataError
 from hf_tinylm.files import bundled
+from hf_tinylm.sections import RunConfig, SourceSection
 from hf_tinylm.tokenization.load import load_tokenizer, tokenizer_sha256
 
 MakeConfig = Callable[..., RunConfig]

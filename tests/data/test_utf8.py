@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hf_tinylm.config import RunConfig, SourceSection
 from hf_tinylm.data.chunks import Skipped
 from hf_tinylm.data.prepare import prepare
 from hf_tinylm.data.sources import read_documents
 from hf_tinylm.data.utf8 import BLOCK_BYTES
 from hf_tinylm.errors import DataError
+from hf_tinylm.sections import RunConfig, SourceSection
 
 BAD_TEXT = b"ok line\nbad \xff\xfe byte\nlast\n"
 

@@ -15,13 +15,13 @@ import psutil
 import pytest
 import yaml
 
-from hf_tinylm.config import RunConfig, SourceSection
 from hf_tinylm.data import prepare as prepare_module
 from hf_tinylm.data import readers, splitters, staging
 from hf_tinylm.data.prepare import prepare
 from hf_tinylm.data.shards import load_shards
 from hf_tinylm.errors import DataError, PreparationError
 from hf_tinylm.files import sha256_of_file
+from hf_tinylm.sections import RunConfig, SourceSection
 from hf_tinylm.tokenization.load import load_tokenizer
 
 MakeConfig = Callable[..., RunConfig]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_tinylm.config import ModelSection
 from hf_tinylm.modeling.factory import new_model
 from hf_tinylm.modeling.model import TinyLMForCausalLM
+from hf_tinylm.sections import ModelSection
 
 VOCABULARY = 101
 CONTEXT = 32

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hf_tinylm.config import ModelSection
 from hf_tinylm.modeling.factory import meta_model, new_model
 from hf_tinylm.modeling.model import TinyLMRMSNorm
 from hf_tinylm.modeling.stock import stock_model
+from hf_tinylm.sections import ModelSection
 
 SHAPES = [(4, 4), (8, 2), (12, 4), (15, 5)]
 Make = Callable[..., Any]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_tinylm.config import ModelSection
 from hf_tinylm.data.windows import TokenWindows
 from hf_tinylm.modeling.factory import new_model
+from hf_tinylm.sections import ModelSection
 from hf_tinylm.training.arguments import LMTrainingArguments
 from hf_tinylm.training.trainer import LMTrainer
 

@@ -120,9 +120,9 @@ class Killer:
 
 def build(folder: Path, fields: Order) -> Any:
     """A trainer of three updates, the last one partial, that saves after each and keeps one checkpoint."""
-    from hf_tinylm.config import ModelSection
     from hf_tinylm.data.windows import TokenWindows
     from hf_tinylm.modeling.factory import new_model
+    from hf_tinylm.sections import ModelSection
     from hf_tinylm.training.arguments import LMTrainingArguments
     from hf_tinylm.training.trainer import LMTrainer
 

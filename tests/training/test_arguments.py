@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from hf_tinylm.config import TrainingSection, load_config
+from hf_tinylm.config import load_config
 from hf_tinylm.errors import ConfigError
+from hf_tinylm.sections import TrainingSection
 from hf_tinylm.training.arguments import (
     HONOURED,
     REFUSED,

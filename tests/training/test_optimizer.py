@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_tinylm.config import ModelSection
 from hf_tinylm.errors import CheckpointError, TrainingError
 from hf_tinylm.modeling.factory import new_model
 from hf_tinylm.modeling.model import TinyLMForCausalLM
+from hf_tinylm.sections import ModelSection
 from hf_tinylm.training.optimizer import adamw, load_optimizer_tensors, optimizer_tensors, parameter_groups
 
 

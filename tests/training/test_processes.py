@@ -19,7 +19,7 @@ import json, os, shutil, sys
 from pathlib import Path
 import numpy as np, torch
 from safetensors.torch import load_file
-from hf_tinylm.config import ModelSection
+from hf_tinylm.sections import ModelSection
 from hf_tinylm.data.windows import TokenWindows
 from hf_tinylm.modeling.factory import new_model
 from hf_tinylm.training.arguments import LMTrainingArguments

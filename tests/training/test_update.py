@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_tinylm.config import ModelSection
 from hf_tinylm.modeling.factory import new_model
+from hf_tinylm.sections import ModelSection
 from hf_tinylm.training.optimizer import adamw
 from hf_tinylm.training.update import Update
 

@@ -1,0 +1,164 @@
+"""Every key of a run's configuration, with its type, default and meaning. `config.py` reads and checks them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass
+class ModelSection:
+    """Shape of the model. Parameter names and file format are those of stock Llama (with `qk_norm`: Qwen3)."""
+
+    hidden_size: int = 256
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = None  # None: as many as attention heads
+    intermediate_size: int = 768
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    qk_norm: bool = False
+    tie_word_embeddings: bool = True
+    max_position_embeddings: int | None = None  # None: sequence_length
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    initializer_range: float | Literal["auto"] = "auto"  # auto: sqrt(2 / (5 * hidden_size))
+    attention_dropout: float = 0.0
+    pad_vocab_to_multiple_of: int = 1
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+
+
+@dataclass
+class TokenizerSection:
+    """Byte-level BPE tokenizer. `sample_bytes` caps the text that merges are counted on."""
+
+    tokenizer_path: str | None = None
+    vocab_size: int = 32_000
+    sample_bytes: int = 1_000_000_000
+    max_word_bytes: int = 64
+    min_frequency: int = 2
+
+
+@dataclass
+class SourceSection:
+    """One source of text.
+
+    `path` is a file, a glob, a folder, `bundled:NAME`, or a `datasets` name with `config` and `split`. A filter drops
+    the documents that it does not allow; how many is in the manifest. Format `tokens` is a `.bin` file of uint16 ids
+    that the tokenizer `encoded_with` wrote, documents between separators; it must be the tokenizer of the pack.
+    """
+
+    name: str
+    path: str
+    licence: str = "unknown"
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens", "datasets"] = "auto"
+    splitter: str | None = None  # None: one document per text file; paragraphs_N: about N bytes each; lines
+    text_column: str = "text"
+    config: str | None = None
+    split: str = "train"
+    max_documents: int | None = None
+    encoded_with: str | None = None  # tokenizer folder or name; for format tokens
+    utf8: Literal["strict", "replace", "skip"] = "strict"  # a line or value that is not UTF-8; counted in any case
+    min_characters: int | None = None
+    max_characters: int | None = None
+    language_column: str | None = None
+    allowed_languages: list[str] = field(default_factory=list)  # values of language_column that are used
+    licence_column: str | None = None
+    allowed_licences: list[str] = field(default_factory=list)  # values of licence_column that are used
+    tokens: int | None = None  # ids taken of it, separators included; more than it holds: repeated; None: all, once
+    epochs: float | None = None  # how often its training documents are taken, such as 0.5 or 3
+    weight: float | None = None  # its part of what pack_tokens leaves to the sources with a weight
+
+
+@dataclass
+class DataSection:
+    """Where the shards are, what they are made of, and how windows are cut from them."""
+
+    shards: str | None = None
+    sequence_length: int = 1024
+    window_order: Literal["permutation", "random"] = "permutation"
+    validation_fraction: float = 0.01
+    shard_ids: int = 2**24
+    num_workers: int | None = None  # encoding processes; None: one per core; 1, or little text: this process alone
+    shuffle: bool | None = None  # documents of all sources in a seeded order; None: with several sources or budgets
+    shuffle_seed: int = 42
+    pack_tokens: int | None = None  # ids of the whole pack, for sources with a weight; None: no source is repeated
+    sources: list[SourceSection] = field(default_factory=list)
+
+
+@dataclass
+class TrainingSection:
+    """The run. `global_batch_tokens` is the source of truth for the batch; accumulation steps follow from it."""
+
+    output_dir: str | None = None
+    train_tokens: int | Literal["epoch"] = "epoch"
+    global_batch_tokens: int = 524_288
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int | None = None  # None: as in training
+    learning_rate: float = 6e-4
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 0
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    bf16: bool | Literal["auto"] = "auto"  # auto: where the device multiplies bf16 matrices fast
+    fp16: bool = False  # with a gradient scaler, for GPUs without bf16
+    torch_compile: bool = False
+    gradient_checkpointing: bool = False
+    use_cpu: bool = False
+    cpu_threads: int | None = None  # None: OMP_NUM_THREADS when above 1, else the cores over the processes of this host
+    logging_steps: int = 1
+    eval_steps: int | None = None
+    save_steps: int | None = None
+    save_minutes: float | None = 30.0
+    save_total_limit: int | None = 3  # newest checkpoints kept; milestones and the best one stay besides
+    save_best: bool = False  # also save whenever a validation is the best so far
+    milestone_steps: int | None = None  # checkpoints at multiples of this are never removed
+    save_in_background: bool = True
+    resume_from_checkpoint: str | None = None  # a checkpoint folder, or auto
+    init_from: str | None = None  # start a new run from the weights of a checkpoint or model folder
+    init_optimizer: bool = False  # and from the optimizer's moments of that checkpoint
+    nonfinite: Literal["stop", "skip"] = "stop"  # what a loss or gradient that is not finite does
+    nonfinite_limit: int = 10  # skipped updates after which the run stops all the same
+    stop_after_updates: int | None = None  # budgets of one invocation: end after a save, exit code 3
+    max_hours: float | None = None
+    max_cost: float | None = None
+    price_per_hour: float | None = None  # money per hour of wall time, any currency
+    note: str | None = None  # kept in run.json: why this run
+    expect: str | None = None  # and what is expected of it
+    report_to: list[str] = field(default_factory=list)
+    run_name: str | None = None
+    seed: int = 42
+
+
+@dataclass
+class EvaluationSection:
+    """Validation inside training: the same fixed windows every time."""
+
+    eval_tokens: int = 1_048_576
+
+
+@dataclass
+class ExportSection:
+    """What is written after the last update."""
+
+    gguf: list[Literal["f32", "f16"]] = field(default_factory=list)
+    verify: bool = False
+
+
+@dataclass
+class RunConfig:
+    """A whole run: what `hf-tinylm` commands and recipes read."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    tokenizer: TokenizerSection = field(default_factory=TokenizerSection)
+    data: DataSection = field(default_factory=DataSection)
+    training: TrainingSection = field(default_factory=TrainingSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    export: ExportSection = field(default_factory=ExportSection)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, in the order of the sections."""
+        return dataclasses.asdict(self)
