@@ -43,9 +43,10 @@ class TokenizerSection:
 class SourceSection:
     """One source of text.
 
-    `path` is a file, a glob, a folder, `bundled:NAME`, or a `datasets` name with `config` and `split`. A filter drops
-    the documents that it does not allow; how many is in the manifest. Format `tokens` is a `.bin` file of uint16 ids
-    that the tokenizer `encoded_with` wrote, documents between separators; it must be the tokenizer of the pack.
+    `path` is a file, a glob, a folder, `bundled:NAME`, or a `datasets` name with `config`, `split` and, to stay at one
+    commit, `revision`. A filter drops the documents that it does not allow; how many is in the manifest. Format
+    `tokens` is a `.bin` file of uint16 ids that the tokenizer `encoded_with` wrote, documents between separators; it
+    must be the tokenizer of the pack.
     """
 
     name: str
@@ -56,6 +57,7 @@ class SourceSection:
     text_column: str = "text"
     config: str | None = None
     split: str = "train"
+    revision: str | None = None  # branch, tag or commit of a dataset on the Hub; None: what main is now
     max_documents: int | None = None
     encoded_with: str | None = None  # tokenizer folder or name; for format tokens
     utf8: Literal["strict", "replace", "skip"] = "strict"  # a line or value that is not UTF-8; counted in any case

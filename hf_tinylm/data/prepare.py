@@ -34,6 +34,7 @@ from ..tokenization.load import BackendTokenizer, load_backend, separator_id, to
 from ..tokenization.special import END_OF_TEXT
 from .chunks import Chunk, Skipped
 from .encoding import Encoded, EngineMismatch
+from .hub import pinned
 from .ledger import VALIDATION, Ledger
 from .mixture import Mixture
 from .readers import ReadBytes
@@ -108,7 +109,8 @@ class _Preparation:
     """One attempt to write a pack with one engine."""
 
     def __init__(self, config: RunConfig, tokenizer: BackendTokenizer, engine: str, work: Path, progress: bool) -> None:
-        self.config, self.data, self.sources = config, config.data, config.data.sources
+        self.config, self.data = config, config.data
+        self.sources = [source if source_files(source) else pinned(source) for source in config.data.sources]
         self.tokenizer, self.engine, self.work = tokenizer, engine, work
         self.separator_id = separator_id(tokenizer)
         self.tokenizer_sha256 = tokenizer_sha256(tokenizer)
@@ -270,6 +272,7 @@ def _source_facts(source: SourceSection, stage: Stage, different_bytes: int, sha
     """A source in the manifest: `bytes` and `available_ids` are those of its different documents, each once."""
     return {
         "licence": source.licence,
+        **({"revision": source.revision} if source.revision else {}),
         "bytes": different_bytes,
         "available_ids": share.available,
         "repeated": round(share.target / share.available, 4) if share.available else 0.0,

@@ -11,7 +11,7 @@ from ..errors import DataError
 from ..files import bundled
 from ..sections import SourceSection
 from ..tokenization.load import load_backend, separator_id
-from . import readers
+from . import hub, readers
 from .chunks import Chunk, Skipped
 from .readers import ReadBytes
 from .records import Document, documents_of, filter_columns
@@ -66,7 +66,7 @@ def read_chunks(source: SourceSection, read: ReadBytes | None = None, cut_large:
     if len(columns) > 1 and formats & {"text", "tokens"}:
         raise DataError(f"source {source.name}: text files have no column {columns[1]} to filter by. Leave it out.")
     if not files:
-        yield from readers.read_hub_dataset(source.path, source.config, source.split, columns)
+        yield from hub.read_dataset(source, columns)
     for path, format_ in files:
         if format_ == "text":
             yield from readers.read_text(path, source.splitter, source.utf8, read, cut_large)

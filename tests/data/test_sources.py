@@ -205,7 +205,7 @@ def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
 
 def test_a_name_that_is_neither_file_nor_dataset_is_an_error(tmp_path: Path) -> None:
     assert source_files(SourceSection("s", "someone/some-data")) == []
-    with pytest.raises(DataError, match="someone/some-data is no local file, and the dataset"):
+    with pytest.raises(DataError, match="someone/some-data is no file here, and the Hub is not asked"):
         read("someone/some-data")
     with pytest.raises(DataError, match="could not be read"):
         read(tmp_path, format="datasets")
