@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..errors import DataError
 from ..sections import SourceSection
@@ -27,9 +27,10 @@ def pinned(source: SourceSection) -> SourceSection:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
+    client_error = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of whichever HTTP library it uses
     try:
         return dataclasses.replace(source, revision=HfApi().dataset_info(source.path, revision=source.revision).sha)
-    except (OSError, ValueError, *HfHubHTTPError.__bases__) as error:  # the first base is that of its HTTP client
+    except (OSError, ValueError, client_error) as error:
         raise DataError(f"source {source.name}: {_why_unreadable(source, error)}") from error
 
 

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from .. import __version__
 from ..errors import ConfigError, DataError
 from ..files import fsync_tree, refuse_folder_in_use, sha256_of_json
+from ..locks import FileLock
 from ..sections import RunConfig, SourceSection
 from ..tokenization.encoder import ids_of_pieces_are_exact, why_not_tiktoken
 from ..tokenization.load import BackendTokenizer, load_backend, separator_id, tokenizer_sha256, vocabulary_size
@@ -66,8 +67,9 @@ def prepare(config: RunConfig, progress: bool = True) -> dict[str, Any]:
 
     Raises:
         ConfigError: a path is not given, or the output folder is in use.
+        ContractError: another process is writing this pack.
         DataError: a source cannot be read, holds no text or less than is asked, or one of the splits would be empty.
-        PreparationError: a worker process died.
+        PreparationError: a worker process died or hung.
         TokenizerError: the tokenizer cannot be loaded.
     """
     shards, tokenizer_path = config.data.shards, config.tokenizer.tokenizer_path
@@ -94,15 +96,23 @@ def prepare(config: RunConfig, progress: bool = True) -> dict[str, Any]:
 
 @contextmanager
 def _work_folder(target: Path) -> Iterator[Path]:
-    """A hidden folder beside the pack for what is finished; it goes with the pack written, or when it holds nothing."""
+    """A hidden folder beside the pack for what is finished, ours alone; it goes with the pack written, or when empty.
+
+    Raises:
+        ContractError: another process is writing this pack.
+    """
     work = target.with_name(f".prepare-{target.name}")
-    work.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(work.with_name(f"{work.name}.lock"), target, "another folder: --shards DIR")
+    lock.acquire()
     try:
+        refuse_folder_in_use(target)  # what had the lock before may have written it
+        work.mkdir(exist_ok=True)
         yield work
         shutil.rmtree(work)
     finally:
         if work.exists() and not any(path.stat().st_size for path in work.rglob("*") if path.is_file()):
             shutil.rmtree(work)
+        lock.release()
 
 
 class _Preparation:
