@@ -81,6 +81,7 @@ class DataSection:
     window_order: Literal["permutation", "random"] = "permutation"
     document_attention: bool = False  # true: targets attend only inside their document, and positions restart there
     validation_fraction: float = 0.01
+    near_duplicates: Literal["minhash"] | None = None  # drop documents that nearly equal another one (extra scale)
     shard_ids: int = 2**24
     num_workers: int | None = None  # encoding processes; None: one per core; 1, or little text: this process alone
     shuffle: bool | None = None  # documents of all sources in a seeded order; None: with several sources or budgets

@@ -129,6 +129,8 @@ class _Preparation:
         self.cut_large = ids_of_pieces_are_exact(tokenizer)
         self.shuffle = _shuffles(config)
         self._check_declared()
+        if self.data.near_duplicates is not None:
+            from . import near_duplicates  # noqa: F401  a missing extra is told before anything is encoded
         self.keys = [stage_key(source, self.tokenizer_sha256, engine) for source in self.sources]
         self.sizes = [sum(path.stat().st_size for path, _ in source_files(source)) for source in self.sources]
         self.bar = tqdm(desc="prepare", unit=" tokens", unit_scale=True, disable=not progress)
@@ -138,6 +140,7 @@ class _Preparation:
         with self.bar:
             stages = self._encode()
         ledger = Ledger([stage.parts for stage in stages], self.data.validation_fraction, any_order=self.shuffle)
+        self._drop_near_duplicates(ledger, stages)
         mixture = Mixture(ledger, self.data, self.shuffle)
         folder = self.work / f"pack-{self._pack_key()}"
         folder.mkdir(exist_ok=True)
@@ -227,6 +230,20 @@ class _Preparation:
             wanted = min(wanted, -(-sum(self.sizes) // BYTES_PER_WORKER))
         return wanted if wanted > 1 else 0
 
+    # ---- second stage
+
+    def _drop_near_duplicates(self, ledger: Ledger, stages: list[Stage]) -> None:
+        if self.data.near_duplicates is None:
+            return
+        from .near_duplicates import find_near_duplicates
+
+        numbers = find_near_duplicates(
+            ledger, self.tokenizer, self.dtype, self.work / "near-duplicates", self._processes(), self.shuffle
+        )
+        for stage, count in zip(stages, ledger.drop(numbers).tolist(), strict=True):
+            if count:
+                stage.skipped.counts["near_duplicate"] += count
+
     # ---- third stage
 
     def _write(self, writer: ShardWriter, ledger: Ledger, mixture: Mixture) -> None:
@@ -261,6 +278,7 @@ class _Preparation:
             "tokenizer_sha256": self.tokenizer_sha256,
             "separator": {"token": END_OF_TEXT, "id": self.separator_id, "policy": "first id of each document"},
             "duplicates": int(ledger.duplicates.sum()),
+            "near_duplicates": self.data.near_duplicates,
             "dropped": dict(sorted(skipped.counts.items())),
             "dropped_first": dict(sorted(skipped.first.items())),
             "not_utf8": skipped.not_utf8(),

@@ -113,16 +113,11 @@ class Workers:
                 worker.stdout.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # The worker must import this very package, installed or not.
-        package = str(Path(hf_tinylm.__file__).resolve().parents[1])
-        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
-        environment = {**os.environ, **single, "PYTHONPATH": os.pathsep.join(paths)}
         return subprocess.Popen(
             [sys.executable, "-m", "hf_tinylm.data.encoding"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment,
+            env=worker_environment(),
         )
 
     def _greet(self, worker: subprocess.Popen[bytes]) -> None:
@@ -196,3 +191,11 @@ class Workers:
             f"{self._sources[source].name}). Finished parts are kept: run the same command again to go on, with fewer "
             f"--num_workers if memory ran out."
         )
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment of a worker process: one thread, and this very package, installed or not."""
+    package = str(Path(hf_tinylm.__file__).resolve().parents[1])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+    return {**os.environ, **single, "PYTHONPATH": os.pathsep.join(paths)}

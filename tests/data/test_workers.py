@@ -166,10 +166,10 @@ def test_a_worker_that_hangs_is_an_error_with_its_input(
 def test_a_worker_that_takes_long_over_a_document_is_left_to_work(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One word of a million letters, which takes longer than a worker may do nothing."""
-    monkeypatch.setattr(workers_module, "HANG_SECONDS", 0.25)
-    monkeypatch.setattr(workers_module, "LOOK_SECONDS", 0.025)
-    word = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=1_000_000))
+    """One word of two million letters, which takes longer than a worker may do nothing."""
+    monkeypatch.setattr(workers_module, "HANG_SECONDS", 1.5)
+    monkeypatch.setattr(workers_module, "LOOK_SECONDS", 0.1)
+    word = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=2_000_000))
     (tmp_path / "word.txt").write_text("a few words first\n\nand more\n\n" + word)
     config = make_config(SourceSection("word", str(tmp_path / "word.txt"), splitter="lines"), validation_fraction=0.5)
     config.data.num_workers, config.data.shard_ids = 2, 2**23
@@ -186,7 +186,7 @@ def test_a_worker_that_takes_long_over_a_document_is_left_to_work(
 
     monkeypatch.setattr(workers_module.Workers, "_encode_there", timed)
     assert prepare(config, progress=False)["documents"] == 3
-    assert max(took) > 2 * 0.25
+    assert max(took) > 1.5
 
 
 def test_two_runs_do_not_write_one_pack(make_config: MakeConfig, texts: list[str], tmp_path: Path) -> None:
