@@ -46,13 +46,13 @@ class SourceSection:
     `path` is a file, a glob, a folder, `bundled:NAME`, or a `datasets` name with `config`, `split` and, to stay at one
     commit, `revision`. A filter drops the documents that it does not allow; how many is in the manifest. Format
     `tokens` is a `.bin` file of uint16 ids that the tokenizer `encoded_with` wrote, documents between separators; it
-    must be the tokenizer of the pack.
+    must be the tokenizer of the pack. Format `parts` is the folder that a datatrove pipeline wrote its documents to.
     """
 
     name: str
     path: str
     licence: str = "unknown"
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens", "datasets"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens", "parts", "datasets"] = "auto"
     splitter: str | None = None  # None: one document per text file; paragraphs_N: about N bytes each; lines
     text_column: str = "text"
     config: str | None = None

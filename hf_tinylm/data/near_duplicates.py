@@ -48,7 +48,7 @@ _SPACELESS = r"\u3040-\u30ff\u3400-\u9fff\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff
 _WORD = re.compile(rf"[{_SPACELESS}]|[^\W{_SPACELESS}]+")
 
 
-class Words(WordTokenizer):  # type: ignore[misc]
+class Words(WordTokenizer):
     """Words of any language, without a model of it."""
 
     def word_tokenize(self, text: str) -> list[str]:

@@ -43,7 +43,7 @@ from .shard_writer import ShardWriter
 from .shards import SPLITS, id_dtype
 from .sources import read_chunks, source_files
 from .split import VALIDATION_RULE
-from .staging import Stage, stage_key
+from .staging import PipelineParts, Stage, stage_key
 from .workers import Workers
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class _Preparation:
         if self.data.near_duplicates is not None:
             from . import near_duplicates  # noqa: F401  a missing extra is told before anything is encoded
         self.keys = [stage_key(source, self.tokenizer_sha256, engine) for source in self.sources]
-        self.sizes = [sum(path.stat().st_size for path, _ in source_files(source)) for source in self.sources]
+        self.sizes = [_bytes_to_read(source) for source in self.sources]
         self.bar = tqdm(desc="prepare", unit=" tokens", unit_scale=True, disable=not progress)
 
     def run(self, target: Path) -> dict[str, Any]:
@@ -169,12 +169,14 @@ class _Preparation:
 
     # ---- first stage
 
-    def _encode(self) -> list[Stage]:
+    def _encode(self) -> list[Stage | PipelineParts]:
         stages = [
-            Stage(self.work / f"source-{number}-{key}", self.dtype, source)
+            PipelineParts(source, self.tokenizer_sha256, self.dtype)
+            if source.format == "parts"
+            else Stage(self.work / f"source-{number}-{key}", self.dtype, source)
             for number, (source, key) in enumerate(zip(self.sources, self.keys, strict=True))
         ]
-        kept = sum(stage.ids for stage in stages)
+        kept = sum(stage.ids for stage in stages if isinstance(stage, Stage))
         if kept:
             logger.info("Going on after %s ids of an earlier run.", f"{kept:,}")
         self.bar.update(kept)
@@ -186,7 +188,7 @@ class _Preparation:
                 Workers(self.sources, self.tokenizer, self.engine, self.separator_id, processes)
             )
             for number, stage in enumerate(stages):
-                if not stage.done:
+                if isinstance(stage, Stage) and not stage.done:
                     self._encode_source(workers, number, stage)
         return stages
 
@@ -218,21 +220,23 @@ class _Preparation:
 
     def _show(self, number: int, chunk: Chunk, ids: int) -> None:
         """Tokens so far; the total, from which the time left follows, as the part of the bytes read suggests."""
-        done, total = sum(self.sizes[:number]) + chunk.read, sum(self.sizes)
-        if done and all(self.sizes):
+        sizes = [size for size in self.sizes if size is not None]
+        done, total = sum(sizes[:number]) + chunk.read, sum(sizes)
+        if done and len(sizes) == len(self.sizes):
             self.bar.total = int((self.bar.n + ids) * total / min(done, total))
         self.bar.update(ids)
 
     def _processes(self) -> int:
         """Worker processes: none when one is asked for or the text is small, then this process encodes."""
         wanted = self.data.num_workers or len(os.sched_getaffinity(0) if sys.platform == "linux" else [0] * 2)
-        if all(self.sizes):
-            wanted = min(wanted, -(-sum(self.sizes) // BYTES_PER_WORKER))
+        sizes = [size for size in self.sizes if size is not None]
+        if len(sizes) == len(self.sizes):
+            wanted = min(wanted, -(-sum(sizes) // BYTES_PER_WORKER))
         return wanted if wanted > 1 else 0
 
     # ---- second stage
 
-    def _drop_near_duplicates(self, ledger: Ledger, stages: list[Stage]) -> None:
+    def _drop_near_duplicates(self, ledger: Ledger, stages: list[Stage | PipelineParts]) -> None:
         if self.data.near_duplicates is None:
             return
         from .near_duplicates import find_near_duplicates
@@ -269,7 +273,7 @@ class _Preparation:
         facts["data"] = {**facts["data"], "num_workers": None, "shards": None}
         return sha256_of_json(facts)[:16]
 
-    def _facts(self, stages: list[Stage], ledger: Ledger, mixture: Mixture) -> dict[str, Any]:
+    def _facts(self, stages: list[Stage | PipelineParts], ledger: Ledger, mixture: Mixture) -> dict[str, Any]:
         """What the manifest says besides counts of the shards."""
         skipped = Skipped()
         for stage in stages:
@@ -296,7 +300,17 @@ class _Preparation:
         }
 
 
-def _source_facts(source: SourceSection, stage: Stage, different_bytes: int, share: Share) -> dict[str, Any]:
+def _bytes_to_read(source: SourceSection) -> int | None:
+    """Bytes of the files of a source, none when it is encoded already; None: a dataset by name does not say."""
+    if source.format == "parts":
+        return 0
+    files = source_files(source)
+    return sum(path.stat().st_size for path, _ in files) if files else None
+
+
+def _source_facts(
+    source: SourceSection, stage: Stage | PipelineParts, different_bytes: int, share: Share
+) -> dict[str, Any]:
     """A source in the manifest: `bytes` and `available_ids` are those of its different documents, each once."""
     return {
         "licence": source.licence,

@@ -17,7 +17,8 @@ from hf_tinylm.files import read_json, sha256_of_file
 from hf_tinylm.sections import RunConfig, SourceSection
 from hf_tinylm.tokenization.load import load_tokenizer
 
-near_duplicates = pytest.importorskip("hf_tinylm.data.near_duplicates", exc_type=ImportError)
+pytest.importorskip("datatrove")
+near_duplicates = pytest.importorskip("hf_tinylm.data.near_duplicates")
 MakeConfig = Callable[..., RunConfig]
 
 
