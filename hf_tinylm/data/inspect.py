@@ -7,7 +7,6 @@ from typing import Any
 from ..errors import TokenizerError
 from ..tokenization.load import load_tokenizer, tokenizer_sha256
 from .shards import load_shards
-from .windows import TokenWindows
 
 
 def inspection(
@@ -28,6 +27,8 @@ def inspection(
         raise TokenizerError(
             f"{path} was written with another tokenizer than {tokenizer_path}. Give the one it was written with."
         )
+    from .windows import TokenWindows  # imports torch, which takes longer than `prepare` of a small text
+
     cut = TokenWindows(
         [shard.ids for shard in shards.train], sequence_length, "permutation", 0, [shard.name for shard in shards.train]
     )
