@@ -97,19 +97,15 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the workers: by the end of their input when all went well, else at once."""
+        """End the workers at once: what they have in hand, nobody waits for."""
         self._ended.set()
         self._threads.shutdown(wait=error is None, cancel_futures=True)
         for worker in self._started:
-            assert worker.stdin is not None
-            assert worker.stdout is not None
-            if error is not None:
-                worker.kill()
-            else:
-                worker.stdin.close()
+            worker.kill()
         for worker in self._started:
             worker.wait()
-            if error is None and worker.stdout is not None:
+            if error is None and worker.stdin is not None and worker.stdout is not None:
+                worker.stdin.close()
                 worker.stdout.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
