@@ -1,7 +1,7 @@
 """Near duplicates by datatrove's MinHash: of documents that share most of their five-word sequences, one is kept.
 
 A document counts with the text that its ids spell. Words are runs of letters and digits, and single characters of
-scripts without spaces. Documents that share 72% of all five-word sequences of both are found with a probability of
+scripts without spaces. Documents that share 68% of the five-word sequences of both are found with a probability of
 one half, with 80% of 0.92 (14 buckets of 8 hashes, datatrove's defaults); those under five words never.
 
 `python -m hf_tinylm.data.near_duplicates FOLDER STAGE FIRST STEP` is a worker process: it does the tasks FIRST,
