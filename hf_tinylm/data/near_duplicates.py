@@ -74,7 +74,7 @@ def find_near_duplicates(
     Args:
         dtype: of the ids in the parts of the ledger.
         folder: a new folder for files of this call.
-        processes: worker processes, 0 for none.
+        processes: worker processes at most.
         any_order: "earlier" must not depend on the order of reading: then it is the order of sources and, within one,
             of content digests.
 
@@ -85,7 +85,7 @@ def find_near_duplicates(
     folder.mkdir()
     (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
     files = [str(part.path.with_suffix(".ids")) for part in ledger.parts]
-    write_json(folder / "facts.json", {"files": files, "dtype": dtype.str})
+    write_json(folder / "facts.json", {"files": files, "dtype": dtype.str, "task_documents": TASK_DOCUMENTS})
     with open(folder / "documents", "wb") as file:
         for block in ledger.kept(any_order):
             entries = np.empty(len(block[0]), ENTRY)
@@ -123,9 +123,9 @@ def _documents(folder: Path) -> np.ndarray:
 
 
 def _run_stage(folder: Path, stage: str, processes: int) -> None:
-    """Do all tasks of a stage, in worker processes when there is more than one task."""
+    """Do all tasks of a stage, in worker processes unless the documents are few."""
     processes = min(processes, _tasks(folder, stage))
-    if processes < 2:
+    if processes < 2 or _tasks(folder, "sign") < 2:
         run_tasks(folder, stage, 0, 1)
         return
     command = [sys.executable, "-m", "hf_tinylm.data.near_duplicates", str(folder), stage]
@@ -147,7 +147,8 @@ def _run_stage(folder: Path, stage: str, processes: int) -> None:
 
 def _tasks(folder: Path, stage: str) -> int:
     documents = len(_documents(folder))
-    return -(-documents // TASK_DOCUMENTS) if stage == "sign" else CONFIG.num_buckets
+    size = read_json(folder / "facts.json")["task_documents"]
+    return -(-documents // size) if stage == "sign" else CONFIG.num_buckets
 
 
 def run_tasks(folder: Path, stage: str, first: int, step: int) -> None:
@@ -172,7 +173,7 @@ def _texts(folder: Path, task: int) -> Iterator[Document]:
     decoder = reference_encoder(parse_backend(text, "the worker's tokenizer"))
     part, file = -1, -1
     try:
-        for entry in _documents(folder)[task * TASK_DOCUMENTS : (task + 1) * TASK_DOCUMENTS]:
+        for entry in _documents(folder)[task * facts["task_documents"] :][: facts["task_documents"]]:
             if entry["part"] != part:
                 if file >= 0:
                     os.close(file)

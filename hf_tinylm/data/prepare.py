@@ -228,11 +228,15 @@ class _Preparation:
 
     def _processes(self) -> int:
         """Worker processes: none when one is asked for or the text is small, then this process encodes."""
-        wanted = self.data.num_workers or len(os.sched_getaffinity(0) if sys.platform == "linux" else [0] * 2)
+        wanted = self._cores()
         sizes = [size for size in self.sizes if size is not None]
         if len(sizes) == len(self.sizes):
             wanted = min(wanted, -(-sum(sizes) // BYTES_PER_WORKER))
         return wanted if wanted > 1 else 0
+
+    def _cores(self) -> int:
+        """Processes that may work at once."""
+        return self.data.num_workers or len(os.sched_getaffinity(0) if sys.platform == "linux" else [0] * 2)
 
     # ---- second stage
 
@@ -241,8 +245,9 @@ class _Preparation:
             return
         from .near_duplicates import find_near_duplicates
 
+        logger.info("Looking for near duplicates among %s documents.", f"{ledger.documents:,}")
         numbers = find_near_duplicates(
-            ledger, self.tokenizer, self.dtype, self.work / "near-duplicates", self._processes(), self.shuffle
+            ledger, self.tokenizer, self.dtype, self.work / "near-duplicates", self._cores(), self.shuffle
         )
         for stage, count in zip(stages, ledger.drop(numbers).tolist(), strict=True):
             if count:
