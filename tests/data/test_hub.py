@@ -6,17 +6,22 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from hf_tinylm.data.hub import pinned
 from hf_tinylm.data.prepare import prepare
 from hf_tinylm.data.shards import load_shards
+from hf_tinylm.data.sources import read_chunks
+from hf_tinylm.data.staging import stage_key
 from hf_tinylm.files import read_json, sha256_of_file
 from hf_tinylm.sections import RunConfig, SourceSection
 
@@ -91,7 +96,6 @@ def test_datasets_by_name_give_the_shards_of_the_same_local_files(
     revision = manifest["sources"]["web"].pop("revision")
     assert len(revision) == 40
     assert manifest["sources"]["web"] == expected["sources"]["web"]
-    assert any(f"/resolve/{revision}/sample/" in entry["request"] for entry in hub.requests())
 
 
 READ = """
@@ -133,6 +137,28 @@ def test_a_dataset_that_cannot_be_read_is_one_line_that_says_why(hub: Hub, tmp_p
     assert len(found) == len(cases)
     for line, (_, words) in zip(found, cases, strict=True):
         assert re.search(words, line), line
+
+
+def test_all_of_a_dataset_is_read_at_the_commit_that_its_branch_had_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def dataset_info(self: huggingface_hub.HfApi, path: str, revision: str | None = None) -> SimpleNamespace:
+        asked.append((path, revision))
+        return SimpleNamespace(sha="c0ffee")
+
+    def load_dataset(path: str, config: str | None, **named: Any) -> datasets.IterableDataset:
+        asked.append((path, config, named["split"], named["revision"], named["streaming"]))
+        return datasets.Dataset.from_dict({"text": ["a", "b"]}).to_iterable_dataset()
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = SourceSection("web", "lab/web", config="small", split="test", revision="v1")
+    (chunk,) = read_chunks(source)
+    assert chunk.payload.splitlines() == [b'{"text": "a"}', b'{"text": "b"}']
+    assert asked == [("lab/web", "v1"), ("lab/web", "small", "test", "c0ffee", True)]
+    assert stage_key(pinned(source), "tokenizer", "tiktoken") != stage_key(source, "tokenizer", "tiktoken")
 
 
 @pytest.mark.slow

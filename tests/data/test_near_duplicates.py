@@ -33,6 +33,10 @@ def altered(text: str, rng: random.Random, words: int) -> str:
     return " ".join(parts)
 
 
+def pair(text: str, rng: random.Random) -> tuple[str, str]:
+    return text, altered(text, rng, 1)
+
+
 def sequences(text: str) -> set[tuple[str, ...]]:
     """All runs of five words."""
     words = text.split()
@@ -46,14 +50,16 @@ def overlap(first: set[tuple[str, ...]], second: set[tuple[str, ...]]) -> float:
 
 @pytest.fixture(scope="module")
 def documents() -> dict[str, list[str]]:
-    """Source `first`: 60 documents of 150 words. `second`: one copy of each of 25 with a word changed, twice of 5; 20
-    with 40 words changed; 10 in Japanese with one copy with a character changed. `short`: under five words."""
+    """Source `first`: 60 documents of 150 words, 10 in Japanese. `second`: a copy of each of 25 with a word changed,
+    two of 5; 20 with 40 words changed; copies of those in Japanese with a character more. `third`: pairs of near copies."""
     rng = random.Random(3)
     first = [" ".join(word(rng) for _ in range(150)) for _ in range(60)]
     second = [altered(text, rng, 1) for text in first[:25] + first[:5]]
     second += [altered(text, rng, 40) for text in first[25:45]]
     japanese = ["".join(chr(rng.randrange(0x3041, 0x3097)) for _ in range(200)) for _ in range(10)]
-    return {"first": first + japanese, "second": second + [text[:50] + "漢" + text[51:] for text in japanese]}
+    third = [text for number in range(12) for text in pair(" ".join(word(rng) for _ in range(150)), rng)]
+    copies = [text[:50] + "漢" + text[50:] for text in japanese]
+    return {"first": first + japanese, "second": second + copies, "third": third}
 
 
 def write(folder: Path, documents: dict[str, list[str]], seed: int) -> list[SourceSection]:
@@ -94,14 +100,13 @@ def test_near_copies_are_dropped_before_any_repetition_and_nothing_else_is(
     near = {text for text in documents["second"] if "漢" in text or most[text] > 0.9}
     assert len(near) == 25 + 5 + 10
     kept = texts_of(tmp_path / "shards", tokenizer_path)
-    everything = {
-        *documents["first"],
-        *documents["second"],
-        *(f"{n} is {s}short" for n in documents for s in ("", "so ")),
-    }
-    assert set(kept) == everything - near
-    assert manifest["dropped"] == {"near_duplicate": 40}
+    pairs = list(zip(documents["third"][::2], documents["third"][1::2], strict=True))
+    assert all((first in kept) != (second in kept) for first, second in pairs)
+    short = {f"{name} is {so}short" for name in documents for so in ("", "so ")}
+    assert set(kept) - set(documents["third"]) == {*documents["first"], *documents["second"], *short} - near
+    assert manifest["dropped"] == {"near_duplicate": 52}
     assert manifest["sources"]["second"]["dropped"] == {"near_duplicate": 40}
+    assert manifest["sources"]["third"]["dropped"] == {"near_duplicate": 12}
     assert manifest["sources"]["first"]["dropped"] == {}
     assert manifest["duplicates"] == 0
     assert manifest["near_duplicates"] == "minhash"
@@ -109,7 +114,7 @@ def test_near_copies_are_dropped_before_any_repetition_and_nothing_else_is(
         len(t.encode()) for t in (*documents["second"], "second is short", "second is so short") if t not in near
     )
     validation = load_shards(tmp_path / "shards").validation
-    assert len(kept) == 2 * (len(everything) - 40) - sum(len(shard.offsets) - 1 for shard in validation)
+    assert len(kept) == 2 * len(set(kept)) - sum(len(shard.offsets) - 1 for shard in validation)
 
 
 @pytest.mark.parametrize("by", ["file_order", "tasks", pytest.param("workers", marks=pytest.mark.slow)])
@@ -130,7 +135,7 @@ def test_what_is_dropped_depends_on_the_documents_alone(
         prepare(config, progress=False)
         found.append(shard_hashes(tmp_path / f"shards{seed}"))
     assert found[0] == found[1]
-    assert read_json(tmp_path / "shards2" / "manifest.json")["dropped"] == {"near_duplicate": 40}
+    assert read_json(tmp_path / "shards2" / "manifest.json")["dropped"] == {"near_duplicate": 52}
 
 
 def test_in_reading_order_the_first_one_read_stays(

@@ -170,7 +170,7 @@ def test_a_worker_that_takes_long_over_a_document_is_left_to_work(
     monkeypatch.setattr(workers_module, "HANG_SECONDS", 1.5)
     monkeypatch.setattr(workers_module, "LOOK_SECONDS", 0.1)
     word = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=2_000_000))
-    (tmp_path / "word.txt").write_text("a few words first\n\nand more\n\n" + word)
+    (tmp_path / "word.txt").write_text("".join(f"line {number}\n" for number in range(20)) + word)
     config = make_config(SourceSection("word", str(tmp_path / "word.txt"), splitter="lines"), validation_fraction=0.5)
     config.data.num_workers, config.data.shard_ids = 2, 2**23
     monkeypatch.setattr(prepare_module, "BYTES_PER_WORKER", 2**20)
@@ -185,7 +185,7 @@ def test_a_worker_that_takes_long_over_a_document_is_left_to_work(
             took.append(time.monotonic() - began)
 
     monkeypatch.setattr(workers_module.Workers, "_encode_there", timed)
-    assert prepare(config, progress=False)["documents"] == 3
+    assert prepare(config, progress=False)["documents"] == 21
     assert max(took) > 1.5
 
 
