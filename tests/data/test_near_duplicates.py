@@ -51,7 +51,7 @@ def overlap(first: set[tuple[str, ...]], second: set[tuple[str, ...]]) -> float:
 @pytest.fixture(scope="module")
 def documents() -> dict[str, list[str]]:
     """Source `first`: 60 documents of 150 words, 10 in Japanese. `second`: a copy of each of 25 with a word changed,
-    two of 5; 20 with 40 words changed; copies of those in Japanese with a character more. `third`: pairs of near copies."""
+    two of 5; 20 with 40 words changed; those in Japanese with a character more. `third`: pairs of near copies."""
     rng = random.Random(3)
     first = [" ".join(word(rng) for _ in range(150)) for _ in range(60)]
     second = [altered(text, rng, 1) for text in first[:25] + first[:5]]
