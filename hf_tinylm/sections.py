@@ -111,6 +111,7 @@ class TrainingSection:
     use_cpu: bool = False
     cpu_threads: int | None = None  # None: OMP_NUM_THREADS when above 1, else the cores over the processes of this host
     logging_steps: int = 1
+    source_loss: bool = False  # the training loss of each source in metrics.jsonl; that of validation always is
     eval_steps: int | None = None
     save_steps: int | None = None
     save_minutes: float | None = 30.0

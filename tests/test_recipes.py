@@ -60,6 +60,9 @@ def test_pretrain_writes_every_file_of_a_run_and_its_export(tiny_config: Path, t
     }
     finished = json.loads((run / "DONE.json").read_text())
     assert (finished["updates"], finished["supervised_tokens"]) == (6, 6 * 256 - 51)
+    last = rows_of(run)[-1]
+    assert finished["last_evaluation"] == last
+    assert last["eval_loss_by_source"]["prose"] == pytest.approx(last["eval_loss"], abs=1e-6)
     assert [row["step"] for row in rows_of(run) if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows_of(run) if "eval_loss" in row] == [3, 6]
     assert done.stdout.count("with 0 mismatches") == 2

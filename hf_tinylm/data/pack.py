@@ -11,6 +11,7 @@ from ..errors import ConfigError, DataError, TokenizerError
 from ..sections import RunConfig
 from ..tokenization.load import backend_json, is_byte_level, load_tokenizer, token_byte_lengths, tokenizer_sha256
 from .shards import Shard, Shards, load_shards
+from .target_sources import TargetSources
 from .windows import TokenWindows, WindowOrder
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def open_pack(config: RunConfig, verify: bool = True) -> Pack:
     separator = int(shards.manifest["separator"]["id"]) if config.data.document_attention else None
 
     def windows(split: list[Shard], order: WindowOrder) -> TokenWindows:
-        return TokenWindows([s.ids for s in split], length, order, seed, [s.name for s in split], separator)
+        sources = TargetSources(split, list(shards.manifest["sources"]))
+        return TokenWindows([s.ids for s in split], length, order, seed, [s.name for s in split], separator, sources)
 
     return Pack(
         tokenizer,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .configuration import TinyLMConfig
-from .loss import normalised_loss, shifted
+from .loss import normalised_loss, shifted, target_losses
 
 # transformers 5.2x renamed the key/value cache of its outputs and of the mask builder; both names are in use.
 CACHE_KEY = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -266,6 +267,13 @@ class TinyLMModel(TinyLMPreTrainedModel):
         return create_causal_mask(**{name: value for name, value in arguments.items() if name in _MASK_PARAMETERS})
 
 
+@dataclass
+class TinyLMOutput(CausalLMOutputWithPast):
+    """The output of stock models, and the loss of each target (B, T) when it was asked for."""
+
+    target_losses: torch.Tensor | None = None
+
+
 class TinyLMForCausalLM(TinyLMPreTrainedModel, GenerationMixin):
     """Language model with a next-token loss that needs no logits to be returned.
 
@@ -297,6 +305,7 @@ class TinyLMForCausalLM(TinyLMPreTrainedModel, GenerationMixin):
         shift_labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         return_logits: bool | None = None,
+        return_target_losses: bool = False,
         return_dict: bool = True,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[torch.Tensor, ...]:
@@ -309,10 +318,11 @@ class TinyLMForCausalLM(TinyLMPreTrainedModel, GenerationMixin):
             num_items_in_batch: supervised targets that the summed loss is divided by; None: those of this batch.
             logits_to_keep: compute logits of the last n positions only (0: all).
             return_logits: None: unless a loss is computed while training.
+            return_target_losses: also give the loss of each target; the loss itself stays what it is.
 
         Returns:
             `loss` in nats (scalar, with labels), `logits` (B, T, V) in the compute dtype (None while training with
-            labels), and the key/value cache.
+            labels), the key/value cache, and `target_losses` (B, T) in nats without a gradient, if asked for.
         """
         if shift_labels is None and labels is not None:
             shift_labels = shifted(labels)
@@ -333,11 +343,13 @@ class TinyLMForCausalLM(TinyLMPreTrainedModel, GenerationMixin):
             hidden = hidden[:, keep, :]
         logits = functional.linear(hidden, self.lm_head.weight[: self.config.num_tokens])
         loss = None if shift_labels is None else normalised_loss(logits, shift_labels, num_items_in_batch)
+        each = target_losses(logits, shift_labels) if return_target_losses and shift_labels is not None else None
         if return_logits is None:
             return_logits = loss is None or not self.training
-        result = CausalLMOutputWithPast(
+        result = TinyLMOutput(
             loss=loss,
             logits=self._padded(logits) if return_logits else None,
+            target_losses=each,
             **{CACHE_KEY: outputs.get(CACHE_KEY)},
         )
         return result if return_dict else result.to_tuple()
