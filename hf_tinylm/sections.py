@@ -92,6 +92,7 @@ class TrainingSection:
     """The run. `global_batch_tokens` is the source of truth for the batch; accumulation steps follow from it."""
 
     output_dir: str | None = None
+    stage_dir: str | None = None  # local folder that shards and the first checkpoint are copied to, once per host
     train_tokens: int | Literal["epoch"] = "epoch"
     global_batch_tokens: int = 524_288
     per_device_train_batch_size: int = 8

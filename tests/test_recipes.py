@@ -108,8 +108,10 @@ def test_an_interrupted_run_is_resumed_by_the_recipe(tiny_config: Path, tmp_path
     assert "finished run" in again.stderr
     for name in ("DONE.json", "checkpoint-00000006/manifest.json"):
         (tmp_path / "whole" / name).unlink()
-    resumed = launch([*settings, "--output_dir", str(tmp_path / "whole"), "--resume_from_checkpoint", "auto"])
+    staged = ["--stage_dir", str(tmp_path / "near")]  # where files are read from is no part of what the run is
+    resumed = launch([*settings, "--output_dir", str(tmp_path / "whole"), "--resume_from_checkpoint", "auto", *staged])
     assert resumed.returncode == 0, resumed.stderr
+    assert {path.name.split("-")[0] for path in (tmp_path / "near").iterdir()} == {"shards", "resume"}
     finished = json.loads((tmp_path / "whole" / "DONE.json").read_text())
     assert (finished["updates"], finished["last_checkpoint"]) == (6, "checkpoint-00000006")
 
