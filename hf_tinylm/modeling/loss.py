@@ -29,31 +29,13 @@ def summed_loss(logits: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tenso
     )
 
 
-def normalised_loss(
-    logits: torch.Tensor, shift_labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
+def normalised(
+    total: torch.Tensor, shift_labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
 ) -> torch.Tensor:
-    """`summed_loss` over `num_items_in_batch`, or over the targets of this batch when it is None.
+    """A summed loss over `num_items_in_batch`, or over the targets of this batch when it is None.
 
     With the count of a whole update, micro-batch losses and gradients add up to those of one large batch however it
     was split. A batch without any target gives 0, not NaN, when a count is given.
     """
-    total = summed_loss(logits, shift_labels)
     count = count_targets(shift_labels) if num_items_in_batch is None else num_items_in_batch
     return total / (count.to(total.device) if torch.is_tensor(count) else count)
-
-
-@torch.no_grad()
-def target_losses(logits: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in nats of each target (B, T), 0 where nothing is supervised; beside the loss, not part of it.
-
-    Row by row, so that one row of float32 logits is all it takes.
-    """
-
-    def each(some: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        wide = some if some.dtype == torch.float64 else some.float()
-        return functional.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none")
-
-    labels = shift_labels.to(logits.device)
-    if torch.compiler.is_compiling():  # which fuses it, and would unroll a loop
-        return each(logits.flatten(0, -2), labels.flatten()).view(labels.shape)
-    return torch.stack([each(row, row_labels) for row, row_labels in zip(logits, labels, strict=True)])
