@@ -95,7 +95,8 @@ def inspection_lines(found: dict[str, Any]) -> list[str]:
         lines += [f"  {p['shard']} at {p['position']:,}, row {p['row']:,} of {p['source']}" for p in looked["places"]]
     for window in found["windows"]:
         where = f"{window['shard']}, ids {window['start']:,} to {window['end']:,}; {', '.join(window['sources'])}"
-        lines += ["", f"window {window['window']:,} ({where})"]
+        order = "the shards" if window["order"] == "sequential" else "training"
+        lines += ["", f"window {window['window']:,} in the order of {order} ({where})"]
         lines += [f"  input:  {window['input']!r}", f"  target: {window['target']!r}"]
         shown = "   ".join(f"{given!r} -> {expected!r}" for given, expected in window["pairs"][:_PAIRS_SHOWN])
         lines.append(f"  pairs:  {shown}{'   ...' if len(window['pairs']) > _PAIRS_SHOWN else ''}")
@@ -230,6 +231,7 @@ def _shown(cut: TokenWindows, k: int, decode: Callable[[Sequence[int]], str]) ->
     texts = [decode([token]) for token in ids]
     return {
         **cut.describe(k),
+        "order": cut.order,
         "sources": [cut.source_names[number] for number in numbers],
         "ids": ids,
         "input": decode(ids[:-1]),
