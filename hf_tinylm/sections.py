@@ -95,6 +95,7 @@ class TrainingSection:
     """The run. `global_batch_tokens` is the source of truth for the batch; accumulation steps follow from it."""
 
     output_dir: str | None = None
+    stage_dir: str | None = None  # local folder that shards and the first checkpoint are copied to, once per host
     train_tokens: int | Literal["epoch"] = "epoch"
     global_batch_tokens: int = 524_288
     per_device_train_batch_size: int = 8
@@ -114,6 +115,7 @@ class TrainingSection:
     use_cpu: bool = False
     cpu_threads: int | None = None  # None: OMP_NUM_THREADS when above 1, else the cores over the processes of this host
     logging_steps: int = 1
+    source_loss: bool = False  # the training loss of each source in metrics.jsonl; that of validation always is
     eval_steps: int | None = None
     save_steps: int | None = None
     save_minutes: float | None = 30.0
