@@ -27,16 +27,16 @@ def add_command(
     return parser
 
 
-def takes_config(parser: argparse.ArgumentParser) -> None:
+def takes_config(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """`--config` and `--key value` for any of its keys."""
-    reads_config(parser)
+    reads_config(parser, required)
     parser.set_defaults(takes_overrides=True)
     parser.usage = f"{parser.format_usage().removeprefix('usage: ').strip()} [--key value ...]"
 
 
-def reads_config(parser: argparse.ArgumentParser) -> None:
+def reads_config(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """`--config` alone."""
-    parser.add_argument("--config", required=True, help="a YAML file, or the name of a bundled one such as demo")
+    parser.add_argument("--config", required=required, help="a YAML file, or the name of a bundled one such as demo")
 
 
 def takes_json(parser: argparse.ArgumentParser) -> None:
