@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,4 +55,5 @@ def config_of(options: argparse.Namespace) -> RunConfig:
 
 def print_result(options: argparse.Namespace, value: Any, lines: Callable[[], Sequence[str]]) -> None:
     """One JSON object with `--json`, else lines for people."""
-    print(json.dumps(value, ensure_ascii=False) if options.json else "\n".join(lines()))
+    with contextlib.suppress(BrokenPipeError):  # `| head` has read what it wanted
+        print(json.dumps(value, ensure_ascii=False) if options.json else "\n".join(lines()))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..config import SECTION_OF_KEY, load_config, parse_overrides
+from ..config import SECTION_OF_KEY, find_config, load_config, parse_overrides
 from ..errors import ConfigError
 from ..files import write_text
 from ..planning.lines import plan_lines
@@ -15,7 +17,7 @@ from ..planning.proposal import RULES, propose
 from ..planning.quantities import count, quantity
 from ..planning.speed import Assumptions
 from ..planning.whole import make_plan
-from ..planning.writing import proposal_yaml, write_with_keys
+from ..planning.writing import proposal_yaml, write_with_overrides
 from ..sections import RunConfig
 from .options import add_command, print_result, takes_config, takes_json
 
@@ -36,6 +38,34 @@ _RATES = {
 def register(commands: Any) -> None:
     """Add these commands to the parser."""
     _register_plan(commands)
+    find = add_command(
+        commands,
+        "find-batch",
+        find_batch_size,
+        "measure the largest micro-batch that fits on this device and the fastest one, with real updates",
+        "hf-tinylm find-batch --config llama-100m --write tuned.yaml",
+    )
+    takes_config(find)
+    add_find_batch_options(find)
+    takes_json(find)
+
+    sweep = add_command(
+        commands,
+        "sweep",
+        compare_settings,
+        "compare settings in short branches with the same data and seed, one after another; go on where it stopped",
+        "hf-tinylm sweep --config demo --train_tokens 400_000 --learning_rate 3e-4 6e-4 1.2e-3",
+    )
+    takes_config(sweep)
+    takes_json(sweep)
+
+
+def add_find_batch_options(parser: argparse.ArgumentParser) -> None:
+    """What the batch-size finder takes besides a configuration."""
+    parser.add_argument("--num_processes", default="1", help="processes that will share an update (default 1)")
+    parser.add_argument("--seconds", default="10", help="how long each size is timed at least (default 10)")
+    parser.add_argument("--max_rows", help="largest size to try (default: what an update holds)")
+    parser.add_argument("--write", metavar="NAME.yaml", help="write a copy of the config with the fastest size")
 
 
 def _register_plan(commands: Any) -> None:
@@ -81,6 +111,7 @@ def _proposed(options: argparse.Namespace) -> tuple[RunConfig, list[str]]:
     """The configuration of `--size`, written where asked, and lines on the rules it follows."""
     if options.config is not None:
         raise ConfigError(f"--size proposes a configuration, and --config {options.config} names one. Leave out one.")
+    refuse_existing(options.write)
     wanted = parse_overrides(options.overrides)
     checked = load_config(None, options.overrides)
     fixed = {key: getattr(getattr(checked, SECTION_OF_KEY[key]), key) for key in wanted}
@@ -91,9 +122,7 @@ def _proposed(options: argparse.Namespace) -> tuple[RunConfig, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         draft, whole = Path(folder) / "draft.yaml", Path(options.write or Path(folder) / "whole.yaml")
         write_text(draft, proposal_yaml(proposal, size, name))
-        if options.write and whole.exists():
-            raise ConfigError(f"{whole} exists and would be replaced. Give another name, or remove it.")
-        write_with_keys(draft, whole, {key: value for key, value in fixed.items() if key not in proposal})
+        write_with_overrides(draft, whole, options.overrides)
         config = load_config(str(whole))
     lines = ["a starting proposal, not an optimum; give --key value for what should be another value:"]
     for key, value in proposal.items():
@@ -127,3 +156,49 @@ def _named(name: str, parse: Any, text: str) -> Any:
         return parse(text)
     except ConfigError as error:
         raise ConfigError(f"--{name}: {error}") from error
+
+
+def find_batch_size(options: argparse.Namespace) -> None:
+    """Print the micro-batch sizes that were tried, and write the fastest where asked."""
+    config = load_config(options.config, options.overrides)
+    refuse_existing(options.write)
+    from ..preflight.batch_size import find_batch
+
+    found = find_batch(
+        config,
+        _named("num_processes", count, options.num_processes),
+        _named("seconds", quantity, options.seconds),
+        None if options.max_rows is None else _named("max_rows", count, options.max_rows),
+        tell=_tell,
+    )
+    if options.write:
+        overrides = [*options.overrides, "--per_device_train_batch_size", str(found.fastest)]
+        comment = (
+            f"per_device_train_batch_size was measured: fastest {found.fastest}, largest that fits {found.largest}"
+        )
+        write_with_overrides(find_config(options.config), Path(options.write), overrides, comment)
+    written = [f"written to {options.write}"] if options.write else []
+    print_result(options, found.to_json(), lambda: [*found.lines(), *written])
+
+
+def compare_settings(options: argparse.Namespace) -> int:
+    """Run a sweep; 1 when no branch finished."""
+    from ..preflight.sweep import branches_of, plot_sweep, run_sweep, sweep_lines
+
+    branches = branches_of(options.config, options.overrides)
+    outcomes = run_sweep(branches, options.config, _tell)
+    picture = branches[0].folder.with_name("sweep.png")
+    plot_sweep(branches, picture)
+    report = {"branches": [asdict(outcome) for outcome in outcomes], "picture": str(picture)}
+    print_result(options, report, lambda: [*sweep_lines(outcomes), f"curves: {picture}"])
+    return 0 if any(outcome.status == "finished" for outcome in outcomes) else 1
+
+
+def refuse_existing(path: str | None) -> None:
+    """Raise `ConfigError` when a file to be written is there already."""
+    if path is not None and Path(path).exists():
+        raise ConfigError(f"{path} exists and would be replaced. Give another name, or remove it.")
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import SECTION_OF_KEY, load_config, save_config
+from ..config import SECTION_OF_KEY, load_config, parse_overrides, save_config
 from ..errors import ConfigError
 from ..files import write_text
+from ..sections import RunConfig
 from .proposal import RULES
 
 _PROPOSAL = """\
@@ -97,42 +99,48 @@ def proposal_yaml(proposal: Mapping[str, Any], size: int, name: str) -> str:
     )
 
 
-def write_with_keys(source: Path, target: Path, changes: Mapping[str, Any], comment: str | None = None) -> None:
-    """Write a copy of the YAML file `source` with some keys changed, comments kept where the text allows it.
+def write_with_overrides(source: Path, target: Path, overrides: Sequence[str], comment: str | None = None) -> None:
+    """Write a copy of a configuration with some keys changed; a YAML file keeps its comments where its layout allows.
 
     Args:
-        changes: key to new value; each is set in its section.
+        overrides: as `load_config` takes them, `["--seed", "5"]`.
         comment: a line put before the first.
 
     Raises:
-        ConfigError: the result would not load, or `source` is not YAML.
+        ConfigError: the changed configuration would not load.
     """
-    wanted = load_config(str(source), _as_overrides(changes))
-    text = None if source.suffix == ".json" else source.read_text(encoding="utf-8")
-    for key, value in changes.items():
-        text = None if text is None else _with_key(text, key, value)
-    if text is not None:
-        write_text(target, f"# {comment}\n{text}" if comment else text)
-        try:
-            if load_config(str(target)) == wanted:
-                return
-        except ConfigError:
-            pass  # the text is laid out in a way that the replacement does not know: write it afresh
+    wanted = load_config(str(source), overrides)
+    edited = _edited(source, parse_overrides(overrides), comment)
+    if edited is not None:
+        write_text(target, edited)
+        if _holds(target, wanted):
+            return
     save_config(wanted, target)
+
+
+def _edited(source: Path, changes: Mapping[str, Any], comment: str | None) -> str | None:
+    """The YAML text with its keys changed in place; None for the record of a run, which is no YAML."""
+    if source.suffix == ".json":
+        return None
+    text = source.read_text(encoding="utf-8")
+    for key, value in changes.items():
+        text = _with_key(text, key, value)
+    return f"# {comment}\n{text}" if comment else text
+
+
+def _holds(path: Path, wanted: RunConfig) -> bool:
+    """Whether a file is the wanted configuration: an edit of text is believed only when it reads back as such."""
+    try:
+        return load_config(str(path)) == wanted
+    except ConfigError:
+        return False
 
 
 def _with_key(text: str, key: str, value: Any) -> str:
     """The text with `key: value` in place of its old value, or as the first key of its section."""
-    shown = f"{value:_}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    shown = f"{value:_}" if isinstance(value, int) and not isinstance(value, bool) else json.dumps(value)
     changed, found = re.subn(rf"(?m)(?<![\w.]){re.escape(key)}:\s*[^\s,}}#]+", f"{key}: {shown}", text, count=1)
     if found:
         return changed
     section = SECTION_OF_KEY[key]
     return re.sub(rf"(?m)^{section}:[ \t]*(#.*)?$", rf"\g<0>\n  {key}: {shown}", text, count=1)
-
-
-def _as_overrides(changes: Mapping[str, Any]) -> list[str]:
-    arguments = []
-    for key, value in changes.items():
-        arguments += [f"--{key}", str(value)]
-    return arguments
