@@ -19,7 +19,7 @@ _SIZE_TOLERANCE = 0.03
 
 RULES = {
     "vocab_size": "the largest of 2,048 4,096 8,192 16,384 32,768 whose embedding is at most a quarter of the size",
-    "hidden_size": "a multiple of 256, so that 4-bit exports need no fallbacks, with width / depth nearest to 48",
+    "hidden_size": "a multiple of 256, so that 4-bit exports need no fallbacks, with width / depth near 48 (20 to 130)",
     "num_hidden_layers": "chosen together with width and feed-forward size",
     "num_attention_heads": "hidden_size / 64",
     "num_key_value_heads": "a quarter of the attention heads, at least 2 where there are 2",
@@ -77,7 +77,7 @@ def _nearest_shape(size: int, fixed: Mapping[str, Any], tied: bool) -> ModelShap
         head_dim = fixed.get("head_dim") or max(1, width // heads)
         vocabulary = fixed.get("vocab_size", _vocabulary(size, width, tied))
         for inner in _options(fixed, "intermediate_size", _inner_sizes(width)):
-            for layers in _options(fixed, "num_hidden_layers", range(2, 65)):
+            for layers in _options(fixed, "num_hidden_layers", _depths(width)):
                 shape = ModelShape(vocabulary, width, layers, heads, key_value, inner, head_dim, qk_norm, tied)
                 candidates.append((_distance(shape, size), shape))
     shape = min(candidates, key=lambda candidate: candidate[0])[1]
@@ -105,6 +105,11 @@ def _inner_sizes(width: int) -> list[int]:
     """Multiples of 256 between twice and three and a half times the width, at least one."""
     lowest = max(BLOCK, -(-2 * width // BLOCK) * BLOCK)
     return list(range(lowest, max(lowest, int(3.5 * width)) + 1, BLOCK))
+
+
+def _depths(width: int) -> range:
+    """Layers between a very deep and a very shallow model of this width: width / depth from 20 to 130."""
+    return range(max(1, -(-width // 130)), max(1, width // 20) + 1)
 
 
 def _vocabulary(size: int, width: int, tied: bool) -> int:

@@ -142,7 +142,7 @@ def _measured_rate(run: Path, shape: ModelShape, notices: list[str]) -> float:
         same = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
         differing = [name for name in same if model.get(name) != getattr(shape, name)]
         if differing:
-            told = ", ".join(f"{name} {model.get(name):,} there, {getattr(shape, name):,} here" for name in differing)
+            told = ", ".join(f"{name} {model.get(name)} there, {getattr(shape, name)} here" for name in differing)
             notices.append(f"{run} trained another shape ({told}): its speed says little about this one")
     return float(statistics.median(rates))
 
