@@ -184,6 +184,7 @@ def _memory(shape: ModelShape, config: RunConfig, asked: Assumptions) -> dict[st
                 bf16=training.fp16 or _bf16(training.bf16, place == "cpu"),
                 checkpointing=checkpointing,
                 eager_attention=config.model.attn_implementation == "eager",
+                document_attention=config.data.document_attention,
                 on_cpu=place == "cpu",
             )
             estimates[place, checkpointing] = peak_memory(shape, settings)

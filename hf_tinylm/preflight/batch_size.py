@@ -162,6 +162,7 @@ def _too_large(config: RunConfig, rows: int) -> str | None:
         bf16=multiplies_bf16(True) if bf16 == "auto" else bool(bf16),
         checkpointing=config.training.gradient_checkpointing,
         eager_attention=config.model.attn_implementation == "eager",
+        document_attention=config.data.document_attention,
         on_cpu=True,
     )
     needed, free = sum(peak_memory(shape, settings).values()), psutil.virtual_memory().available

@@ -56,8 +56,10 @@ def measure(config: RunConfig, vocab_size: int, seconds: float) -> dict[str, Any
     args = training_arguments(config)
     streams = [np.random.default_rng(0).integers(0, vocab_size, 64 * rows * length + 1, dtype=np.uint32)]
     model = new_model(config.model, vocab_size, length, config.training.seed)
+    separator = 0 if config.data.document_attention else None
+    windows = TokenWindows(streams, length, "permutation", 0, separator=separator)
     watch = _Watch(seconds)
-    trainer = LMTrainer(model, args, TokenWindows(streams, length, "permutation", 0), callbacks=[watch])
+    trainer = LMTrainer(model, args, windows, callbacks=[watch])
     with contextlib.suppress(_Measured):
         trainer.train()
     tokens = trainer.plan.global_batch_tokens
