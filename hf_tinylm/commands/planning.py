@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import typing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..config import SECTION_OF_KEY, find_config, load_config, parse_overrides
+from ..config import SECTION_OF_KEY, SECTIONS, find_config, load_config, parse_overrides
 from ..errors import ConfigError
 from ..files import write_text
 from ..planning.lines import plan_lines
@@ -19,6 +20,7 @@ from ..planning.speed import Assumptions
 from ..planning.whole import make_plan
 from ..planning.writing import proposal_yaml, write_with_overrides
 from ..sections import RunConfig
+from ..values import convert
 from .options import add_command, print_result, takes_config, takes_json
 
 _RATES = {
@@ -113,8 +115,10 @@ def _proposed(options: argparse.Namespace) -> tuple[RunConfig, list[str]]:
         raise ConfigError(f"--size proposes a configuration, and --config {options.config} names one. Leave out one.")
     refuse_existing(options.write)
     wanted = parse_overrides(options.overrides)
-    checked = load_config(None, options.overrides)
-    fixed = {key: getattr(getattr(checked, SECTION_OF_KEY[key]), key) for key in wanted}
+    fixed = {}
+    for key, value in wanted.items():
+        hint = typing.get_type_hints(SECTIONS[SECTION_OF_KEY[key]])[key]
+        fixed[key] = convert(value, hint, key)
     size = _named("size", count, options.size)
     tokens = None if options.tokens is None else _named("tokens", count, options.tokens)
     proposal = propose(size, tokens, fixed)

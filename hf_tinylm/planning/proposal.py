@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from ..config import nearest_multiple
 from ..errors import ConfigError
 from .shape import ModelShape
 
@@ -16,6 +18,7 @@ _VOCABULARIES = (2_048, 4_096, 8_192, 16_384, 32_768)
 _WIDTH_OVER_DEPTH = 48
 _INNER_OVER_WIDTH = 8 / 3
 _SIZE_TOLERANCE = 0.03
+_HIGHEST = {"hidden_size": 65_536, "num_attention_heads": 1_024, "num_hidden_layers": 512}
 
 RULES = {
     "vocab_size": "the largest of 2,048 4,096 8,192 16,384 32,768 whose embedding is at most a quarter of the size",
@@ -23,10 +26,10 @@ RULES = {
     "num_hidden_layers": "chosen together with width and feed-forward size",
     "num_attention_heads": "hidden_size / 64",
     "num_key_value_heads": "a quarter of the attention heads, at least 2 where there are 2",
-    "intermediate_size": "a multiple of 256 near 8/3 of the width that brings the parameters within 3% of the size",
+    "intermediate_size": "a multiple of 256 near 8/3 of the width that brings the parameters nearest to the size",
     "train_tokens": "as given, else 20 tokens per parameter",
     "sequence_length": "256 below 10M parameters, 512 below 30M, 1,024 below 250M, then 2,048",
-    "global_batch_tokens": "the power of two nearest to 5.86 x sqrt(train_tokens), 4,096 to 524,288",
+    "global_batch_tokens": "the power of two nearest to 5.86 x sqrt(train_tokens), 4,096 to 524,288, in whole windows",
     "per_device_train_batch_size": "8, or what the batch holds; find-batch measures a better one",
     "learning_rate": "6e-4 x (100M / parameters)^0.4, rounded to one digit, at most 2e-3; sweep compares others",
     "warmup_steps": "a twelfth of the updates, at most 1,000",
@@ -41,13 +44,17 @@ def propose(size: int, tokens: int | None, fixed: Mapping[str, Any]) -> dict[str
     """
     if not SMALLEST <= size <= LARGEST:
         raise ConfigError(f"size={size:,} parameters is out of range; give {SMALLEST:,} to {LARGEST:,}.")
+    for key, value in fixed.items():
+        highest = _HIGHEST.get(key, 2**63)
+        if key in RULES and isinstance(value, int) and not (0 if key == "warmup_steps" else 1) <= value <= highest:
+            raise ConfigError(f"{key}={value:,} is out of range for a proposal; give 1 to {highest:,}.")
     tied = bool(fixed.get("tie_word_embeddings", True))
     shape = _nearest_shape(size, fixed, tied)
     train_tokens = fixed.get("train_tokens", tokens or 20 * shape.parameters)
     if not isinstance(train_tokens, int):
         raise ConfigError(f"train_tokens={train_tokens} gives no batch and no warmup. Give a number: --tokens 1B.")
     length = fixed.get("sequence_length", _sequence_length(size))
-    batch = fixed.get("global_batch_tokens", max(length, _power_of_two(5.86 * math.sqrt(train_tokens), 2**12, 2**19)))
+    batch = fixed.get("global_batch_tokens", _batch(train_tokens, length))
     updates = -(-train_tokens // batch)
     rate = min(2e-3, float(f"{6e-4 * (100e6 / shape.parameters) ** 0.4:.0e}"))
     found = {
@@ -77,8 +84,10 @@ def _nearest_shape(size: int, fixed: Mapping[str, Any], tied: bool) -> ModelShap
         head_dim = fixed.get("head_dim") or max(1, width // heads)
         vocabulary = fixed.get("vocab_size", _vocabulary(size, width, tied))
         for inner in _options(fixed, "intermediate_size", _inner_sizes(width)):
-            for layers in _options(fixed, "num_hidden_layers", _depths(width)):
-                shape = ModelShape(vocabulary, width, layers, heads, key_value, inner, head_dim, qk_norm, tied)
+            one = ModelShape(vocabulary, width, 1, heads, key_value, inner, head_dim, qk_norm, tied)
+            depths = _near_depths(one, size, any_depth=fixed.get("hidden_size") is not None)
+            for layers in _options(fixed, "num_hidden_layers", depths):
+                shape = replace(one, num_hidden_layers=layers)
                 candidates.append((_distance(shape, size), shape))
     shape = min(candidates, key=lambda candidate: candidate[0])[1]
     if abs(shape.parameters / size - 1) > 0.1:
@@ -107,9 +116,15 @@ def _inner_sizes(width: int) -> list[int]:
     return list(range(lowest, max(lowest, int(3.5 * width)) + 1, BLOCK))
 
 
-def _depths(width: int) -> range:
-    """Layers between a very deep and a very shallow model of this width: width / depth from 20 to 130."""
-    return range(max(1, -(-width // 130)), max(1, width // 20) + 1)
+def _near_depths(one: ModelShape, size: int, any_depth: bool) -> list[int]:
+    """Depths that bring the shape, given with one layer, nearest to the size from below and above.
+
+    Width / depth stays between 20 and 130, a very deep and a very shallow model, unless the width is given.
+    """
+    width, layer = one.hidden_size, replace(one, num_hidden_layers=2).parameters - one.parameters
+    shallowest, deepest = (1, 512) if any_depth else (-(-width // 130), width // 20)
+    wanted = 1 + (size - one.parameters) // layer
+    return sorted({min(max(depth, shallowest), deepest) for depth in (wanted, wanted + 1)})
 
 
 def _vocabulary(size: int, width: int, tied: bool) -> int:
@@ -127,5 +142,6 @@ def _sequence_length(size: int) -> int:
     return next(length for limit, length in ((10e6, 256), (30e6, 512), (250e6, 1024), (math.inf, 2048)) if size < limit)
 
 
-def _power_of_two(value: float, low: int, high: int) -> int:
-    return int(min(high, max(low, 2 ** round(math.log2(value)))))
+def _batch(train_tokens: int, length: int) -> int:
+    power = 2 ** round(math.log2(5.86 * math.sqrt(train_tokens)))
+    return nearest_multiple(min(2**19, max(2**12, power)), length)

@@ -257,6 +257,9 @@ def test_a_device_alone_gives_an_assumed_speed_that_says_so(plan: Plan) -> None:
         (("--config", "demo", "--learning_rat", "1"), "Did you mean learning_rate?"),
         (("--size", "1k"), "out of range"),
         (("--size", "50M", "--hidden_size", "64", "--num_hidden_layers", "2"), "No shape with the given keys"),
+        (("--size", "50M", "--num_attention_heads", "0"), "out of range for a proposal"),
+        (("--size", "50M", "--hidden_size", "1_000_000_000_000"), "hidden_size=1,000,000,000,000 is out of range"),
+        (("--size", "50M", "--num_key_value_heads", "5"), "is not a multiple of num_key_value_heads=5"),
         (("--size", "50M", "--train_tokens", "epoch"), "Give a number: --tokens 1B"),
     ],
 )
