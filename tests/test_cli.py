@@ -14,7 +14,7 @@ from hf_tinylm.errors import ConfigError
 
 COMMANDS = [
     *("tokenizer train", "tokenizer audit", "prepare", "inspect", "eval", "sample", "export", "verify-gguf", "where"),
-    "demo",
+    *("plan", "find-batch", "sweep", "demo"),
 ]
 
 

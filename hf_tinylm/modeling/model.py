@@ -79,6 +79,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def as_multiplied(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype of autocast's matrix products: one copy for all projections that read it, not one for each."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
 class ResidualProjection(nn.Linear):
     """A projection whose output is added to the residual stream; it starts smaller in a deeper model."""
 
@@ -114,6 +120,7 @@ class TinyLMAttention(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         batch, length, _ = x.shape
+        x = as_multiplied(x)
         query = self.q_proj(x).view(batch, length, -1, self.head_dim)
         key = self.k_proj(x).view(batch, length, -1, self.head_dim)
         value = self.v_proj(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
@@ -139,6 +146,7 @@ class TinyLMMLP(nn.Module):
         self.down_proj = ResidualProjection(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = as_multiplied(x)
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

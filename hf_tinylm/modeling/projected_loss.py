@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
+from ..planning.memory import CHUNK_ELEMENTS
 from .loss import IGNORE_INDEX
-
-# Logits held at once. Fewer would read the whole projection more often for each row; more would be memory without use.
-CHUNK_ELEMENTS = 2**25
 
 ChunkLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
+from ..contract import SWEEP
 from ..errors import ConfigError
 from ..files import TEMPORARY_PREFIX
 from ..locks import FileLock
@@ -66,9 +67,9 @@ class RunLock:
 
 
 def is_start_that_was_killed(output_dir: Path) -> bool:
-    """Whether a folder holds nothing but what a process leaves that was killed before it wrote run.json."""
+    """Whether a folder holds nothing but a sweep, or what a process leaves that was killed before it wrote run.json."""
     return output_dir.is_dir() and all(
-        path.name in (LOCK, FAULTS) or _TEMPORARY.match(path.name) for path in output_dir.iterdir()
+        path.name in (LOCK, FAULTS, SWEEP) or _TEMPORARY.match(path.name) for path in output_dir.iterdir()
     )
 
 

@@ -13,6 +13,7 @@ from ..contract import RUN_FILE, check_contract, new_contract, write_contract
 from ..data.local_copy import local_copy
 from ..errors import CheckpointError, ContractError
 from ..files import read_json, refuse_folder_in_use, sha256_of_json
+from ..planning.disk import checkpoints_kept
 from .checkpoint import Snapshot, list_checkpoints, read_checkpoint, select_checkpoint, set_aside_newer
 from .clocks import Clocks
 from .folder import RunLock, check_disk, is_start_that_was_killed, leftovers, remove_leftovers, size_of
@@ -188,12 +189,10 @@ class RunRecord:
         """Bytes that the run may still write, and what they are."""
         trainer, args = self.trainer, self.trainer.args
         shape = trainer.model.config.shape
-        saves = trainer.plan.updates // args.save_steps + 1 if args.save_strategy == "steps" else 1
-        if args.save_minutes is not None and args.save_total_limit is not None:
-            saves = max(saves, args.save_total_limit)
-        kept = saves if args.save_total_limit is None else min(args.save_total_limit, saves)
-        kept += trainer.plan.updates // args.milestone_steps if args.milestone_steps else 0
-        kept += 1 if args.eval_strategy == "steps" and saves > kept else 0
+        kept = checkpoints_kept(
+            trainer.plan.updates, int(args.save_steps) if args.save_strategy == "steps" else None, args.save_minutes,
+            args.save_total_limit, args.milestone_steps, args.eval_strategy == "steps",
+        )  # fmt: skip
         there = len(list_checkpoints(self.output_dir))
         checkpoints = max(0, kept - there) + 1
         final = 4 * shape.parameters
