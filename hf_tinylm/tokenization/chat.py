@@ -130,6 +130,11 @@ class ChatRenderer:
             masks.append(np.zeros(len(pieces[-1]), dtype=bool))
         return RenderedChat(np.concatenate(pieces), np.concatenate(masks), message_ends)
 
+    @property
+    def reply_header(self) -> np.ndarray:
+        """Ids between `<|im_start|>` and a reply."""
+        return self._headers[ASSISTANT]
+
     def decode(self, ids: np.ndarray) -> str:
         """The text of `ids` (n,), control tokens spelled out."""
         return self._encoder.decode(ids)
@@ -139,7 +144,7 @@ class ChatRenderer:
 
         A reply that begins with a line break may share an id with the header's; that id is the header's.
         """
-        header = self._headers[ASSISTANT]
+        header = self.reply_header
         if np.array_equal(text[: len(header)], header):
             return len(header)
         characters = len(ASSISTANT) + 1
