@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,23 @@ def register(commands: Any) -> None:
     check.add_argument("--name", help="the assistant's name (default: the one claimed most often)")
     takes_json(check)
 
+    chat = add_command(
+        commands,
+        "chat",
+        chat_with_model,
+        "chat with a model folder or a GGUF file in the terminal",
+        'hf-tinylm chat runs/demo/chat/final --prompt "Who are you?"',
+    )
+    chat.add_argument("model", help="a final folder, a checkpoint, a name on the Hub, or a GGUF file (in llama.cpp)")
+    chat.add_argument("--prompt", help="print one reply and end; without it and with piped stdin, that is the prompt")
+    chat.add_argument("--system", help="a system message")
+    chat.add_argument("--max_new_tokens", type=int, default=128, help="tokens of a reply at most (default 128)")
+    chat.add_argument("--temperature", type=float, default=0.7, help="0 takes the most likely token (default 0.7)")
+    chat.add_argument("--top_p", type=float, default=0.9)
+    chat.add_argument("--seed", type=int, default=42)
+    chat.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu (beside a run), cuda:1")
+    chat.add_argument("--tokenizer", help="needed when neither the model nor its run names one")
+
     serving = add_command(
         commands,
         "serve",
@@ -47,6 +65,25 @@ def persona_check(options: argparse.Namespace) -> int:
     report = check_persona(options.paths, options.name)
     print_result(options, report.to_json(), report.lines)
     return 0 if report.ok else 1
+
+
+def chat_with_model(options: argparse.Namespace) -> None:
+    """Answer one prompt, or chat."""
+    from .terminal import open_engine, reply_once, talk
+
+    with open_engine(options.model, options.device, options.tokenizer) as (engine, lines):
+        from ..evaluation.chat import Conversation
+        from ..evaluation.sampling import check_arguments
+
+        check_arguments(options.max_new_tokens, options.temperature, options.top_p)
+        settings = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
+        conversation = Conversation(engine, options.system, **settings)
+        sampling = ", ".join(f"{name} {value}" for name, value in settings.items())
+        print(*lines, f"context {engine.context:,}, {sampling}", sep="\n", file=sys.stderr, flush=True)
+        if options.prompt is None and sys.stdin.isatty():
+            talk(conversation)
+        else:
+            reply_once(conversation, sys.stdin.read() if options.prompt is None else options.prompt)
 
 
 def serve_file(options: argparse.Namespace) -> None:

@@ -73,7 +73,12 @@ class ConversationWindows(Dataset[dict[str, torch.Tensor]]):
         seed: int,
         pad_id: int,
     ) -> None:
-        self.conversations, self.sequence_length, self.order, self.pad_id = conversations, sequence_length, order, pad_id
+        self.conversations, self.sequence_length, self.order, self.pad_id = (
+            conversations,
+            sequence_length,
+            order,
+            pad_id,
+        )
         lengths = conversations.positions
         self.bins = best_fit(lengths, sequence_length) if packing else [[item] for item in range(len(lengths))]
         self.targets = np.array([int(conversations.targets[bin_].sum()) for bin_ in self.bins], dtype=np.int64)

@@ -88,7 +88,9 @@ def render_source(
 
 def fault_counts(dropped: dict[str, int], first: dict[str, str]) -> str:
     """Dropped rows in words: `3 null_content (a message has no content; first at chats.jsonl line 7)`."""
-    return "; ".join(f"{count:,} {why} ({describe_fault(why)}; first at {first[why]})" for why, count in dropped.items())
+    return "; ".join(
+        f"{count:,} {why} ({describe_fault(why)}; first at {first[why]})" for why, count in dropped.items()
+    )
 
 
 def _default_cache() -> Path:
