@@ -175,6 +175,23 @@ def test_parquet_and_another_column_give_the_same_as_jsonl(
     assert first.sha256 == second.sha256
 
 
+def test_a_filter_takes_the_rows_with_an_allowed_value(byte_chat_tokenizer: Any, tmp_path: Path) -> None:
+    import datasets
+
+    messages = [{"role": role, "content": content} for role, content in SHORT]
+    rows = [{"messages": messages, "kind": kind} for kind in ("a", "b", "c", "a")] + [
+        {"messages": messages, "kind": None}
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    for name in ("rows.jsonl", "rows.parquet"):
+        chosen = source(tmp_path / name, filter_column="kind", allowed_values=["a", "c"])
+        assert len(render_source(chosen, byte_chat_tokenizer, tmp_path)) == 3
+        assert len(render_source(source(tmp_path / name), byte_chat_tokenizer, tmp_path)) == 5
+    with pytest.raises(ConfigError, match="A filter needs both: filter_column: NAME"):
+        load_config(None, ["--conversations", "[{name: a, path: x, filter_column: kind}]"])
+
+
 def test_a_rendering_is_kept_and_made_afresh_when_rows_change_or_the_cache_is_damaged(
     chat_file: ChatFile, byte_chat_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
