@@ -30,29 +30,26 @@ def main(arguments: list[str] | None = None) -> int:
     config = load_config(known.config, overrides)  # before the heavy imports: a typo is told at once
 
     from hf_tinylm.data.conversations import open_conversations
+    from hf_tinylm.data.pack import special_ids
     from hf_tinylm.export.card import write_card
-    from hf_tinylm.export.hf import add_gguf, check_engines
-    from hf_tinylm.modeling.factory import untrained_like
-    from hf_tinylm.tokenization.chat import end_ids
+    from hf_tinylm.export.hf import add_gguf, check_engines, find_tokenizer
+    from hf_tinylm.modeling.factory import find_model, untrained_like
+    from hf_tinylm.tokenization.chat import chat_tokenizer, end_ids
+    from hf_tinylm.tokenization.load import vocabulary_size
     from hf_tinylm.training.arguments import training_arguments
     from hf_tinylm.training.clocks import process_start
     from hf_tinylm.training.finish import run_summary, write_done
-    from hf_tinylm.training.start import base_model
     from hf_tinylm.training.trainer import LMTrainer
 
     check_engines(config.export.gguf, config.export.verify)
     args = training_arguments(config)
-    base, tokenizer = base_model(config, args)
+    base = find_model(config.training.init_from)
+    args.init_from = str(base)
+    tokenizer = chat_tokenizer(config.tokenizer.tokenizer_path or find_tokenizer(base))
     with args.main_process_first(local=True, desc="conversations"):  # the others read what it left in the cache
         chats = open_conversations(config, tokenizer, progress=args.local_process_index == 0)
-    model = untrained_like(
-        base,
-        config.data.sequence_length,
-        config.model.attn_implementation,
-        config.model.attention_dropout,
-        eos_token_id=end_ids(tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    ids = {**special_ids(tokenizer), "eos_token_id": end_ids(tokenizer)}
+    model = untrained_like(base, config.model, vocabulary_size(tokenizer), config.data.sequence_length, **ids)
     trainer = LMTrainer(
         model,
         args,

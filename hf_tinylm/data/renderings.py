@@ -236,7 +236,6 @@ def _first_fault(rendering: Rendering, first: int, last: int, renderer: ChatRend
     wrong |= (per_message(run_begins) != is_reply) | (per_message(run_ends & (ids == renderer.end_id)) != is_reply)
     places = np.flatnonzero(run_begins)
     message = np.searchsorted(heads, places, "right") - 1
-    offset, shared = places - heads[message], ids[places - 1] != header[-1]
-    wrong[message] |= np.where(shared, offset > 1 + len(header), offset != 1 + len(header))
+    wrong[message] |= places - heads[message] != 1 + len(header)
     found = np.flatnonzero(wrong)
     return int(rendering.messages[first] + found[0]) if len(found) else None

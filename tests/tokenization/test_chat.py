@@ -19,21 +19,12 @@ from hf_tinylm.tokenization.chat import (
     why_malformed,
 )
 from hf_tinylm.tokenization.load import save_tokenizer
-from hf_tinylm.tokenization.train import train_tokenizer
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 
 
 def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in turns]
-
-
-@pytest.fixture(scope="module")
-def bytes_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    """260 tokens, one a byte: its ids can be written by hand."""
-    folder = tmp_path_factory.mktemp("bytes") / "tokenizer"
-    save_tokenizer(train_tokenizer(["some text"], 260)[0], folder)
-    return chat_tokenizer(str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +69,13 @@ def marked(renderer: ChatRenderer, messages: list[dict[str, str]], **options: An
     ids=["one turn", "three turns", "system", "assistant first", "empty reply", "control text", "two users in a row"],
 )
 def test_each_id_of_a_fixed_chat_and_its_mask(
-    bytes_tokenizer: PreTrainedTokenizerFast, turns: list[tuple[str, str]], expected: str
+    byte_chat_tokenizer: PreTrainedTokenizerFast, turns: list[tuple[str, str]], expected: str
 ) -> None:
-    assert marked(ChatRenderer(bytes_tokenizer), chat(*turns)) == expected
+    assert marked(ChatRenderer(byte_chat_tokenizer), chat(*turns)) == expected
 
 
-def test_a_prompt_ends_with_the_header_that_the_model_answers(bytes_tokenizer: PreTrainedTokenizerFast) -> None:
-    renderer = ChatRenderer(bytes_tokenizer)
+def test_a_prompt_ends_with_the_header_that_the_model_answers(byte_chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = ChatRenderer(byte_chat_tokenizer)
     prompt = marked(renderer, chat((USER, "hi")), add_generation_prompt=True)
     assert prompt == "Suser\nhiE\nSassistant\n"
     whole = renderer.render(chat((USER, "hi"), (ASSISTANT, "yo")))
@@ -160,18 +151,20 @@ def test_an_id_that_a_reply_shares_with_its_header_is_not_supervised(learned: Pr
     ],
 )
 def test_a_malformed_conversation_has_a_reason(
-    bytes_tokenizer: PreTrainedTokenizerFast, messages: Any, reason: str | None
+    byte_chat_tokenizer: PreTrainedTokenizerFast, messages: Any, reason: str | None
 ) -> None:
     assert why_malformed(messages) == reason
     if reason is not None:
         with pytest.raises(DataError, match="the conversation has a fault"):
-            ChatRenderer(bytes_tokenizer).render(messages)
+            ChatRenderer(byte_chat_tokenizer).render(messages)
 
 
-def test_the_chat_tokenizer_ends_at_im_end_and_carries_the_template(bytes_tokenizer: PreTrainedTokenizerFast) -> None:
-    assert bytes_tokenizer.eos_token == "<|im_end|>"
-    assert end_ids(bytes_tokenizer) == [2, 0]
-    assert bytes_tokenizer.chat_template == chat_template()
+def test_the_chat_tokenizer_ends_at_im_end_and_carries_the_template(
+    byte_chat_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    assert byte_chat_tokenizer.eos_token == "<|im_end|>"
+    assert end_ids(byte_chat_tokenizer) == [2, 0]
+    assert byte_chat_tokenizer.chat_template == chat_template()
 
 
 def test_the_template_without_markers_renders_the_same_text(learned: PreTrainedTokenizerFast) -> None:
@@ -182,10 +175,10 @@ def test_the_template_without_markers_renders_the_same_text(learned: PreTrainedT
         assert learned.apply_chat_template(messages, chat_template=plain, tokenize=False) == expected
 
 
-def test_a_tokenizer_without_control_tokens_is_refused(bytes_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_tokenizer_without_control_tokens_is_refused(byte_chat_tokenizer: PreTrainedTokenizerFast) -> None:
     from tokenizers import Tokenizer, models
 
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "<|im_start|>": 1}, [])))
     with pytest.raises(TokenizerError, match=r"no special token <\|im_start\|> and <\|im_end\|>"):
         control_ids(bare)
-    assert control_ids(bytes_tokenizer) == (1, 2)
+    assert control_ids(byte_chat_tokenizer) == (1, 2)
