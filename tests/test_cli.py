@@ -14,7 +14,7 @@ from hf_tinylm.errors import ConfigError
 
 COMMANDS = [
     *("tokenizer train", "tokenizer audit", "prepare", "inspect", "eval", "sample", "export", "verify-gguf", "where"),
-    "demo",
+    *("demo", "persona check", "chat", "serve", "promote"),
 ]
 
 
@@ -141,6 +141,10 @@ def test_verify_gguf_passes_on_the_run_and_fails_on_another_model(
         ["eval", "missing", "--config", "demo"],
         ["inspect", "missing"],
         ["verify-gguf", "missing.gguf", "--against", "missing"],
+        ["persona", "check", "missing"],
+        ["chat", "missing.gguf"],
+        ["serve", "missing.gguf"],
+        ["promote", "new", "--over", "missing", "--config", "demo"],
         ["prepare", "--config", "missing"],
         ["tokenizer", "audit", "missing/tokenizer/folder", "--config", "demo"],
     ],

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..errors import RunStopped
-from .options import add_command, print_result, takes_json
+from ..errors import RunStopped, VerificationError
+from .options import add_command, print_result, takes_config, takes_json
 
 
 def register(commands: Any) -> None:
@@ -57,6 +57,23 @@ def register(commands: Any) -> None:
     serving.add_argument("--port", type=int, default=8080, help="0 takes a free one (default 8080)")
     serving.add_argument("--web", action="store_true", help="also serve llama.cpp's chat page")
 
+    promotion = add_command(
+        commands,
+        "promote",
+        promote_model,
+        "point CURRENT at a candidate if it is better on the held-out sets of a config",
+        "hf-tinylm promote runs/new/final --over runs/current --config sft-demo --shards runs/demo/shards",
+    )
+    promotion.add_argument("candidate", help="the final folder of a chat run")
+    promotion.add_argument("--over", required=True, metavar="CURRENT", help="a symbolic link to the model in use")
+    promotion.add_argument("--tolerance", type=float, default=0.05, help="nats per token on conversations (0.05)")
+    promotion.add_argument("--text_tolerance", type=float, default=0.1, help="nats per token on base text (0.1)")
+    promotion.add_argument("--min_stop_share", type=float, default=0.95, help="replies that end by themselves (0.95)")
+    promotion.add_argument("--max_new_tokens", type=int, default=128, help="limit of a reply (default 128)")
+    promotion.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda:1")
+    takes_json(promotion)
+    takes_config(promotion)
+
 
 def persona_check(options: argparse.Namespace) -> int:
     """Print every problem of a persona set with its file and line; 1 when there is one."""
@@ -96,3 +113,23 @@ def serve_file(options: argparse.Namespace) -> None:
         serve(Path(options.gguf), service, functools.partial(print, flush=True))
     except KeyboardInterrupt:
         raise RunStopped("the server has ended (Ctrl-C).", exit_code=130) from None
+
+
+def promote_model(options: argparse.Namespace) -> int:
+    """Print the table of both models; 1 when the candidate does not replace the current one."""
+    from ..config import load_config
+    from ..evaluation.promotion import Rules, promote, promotion_lines
+    from ..evaluation.sampling import check_arguments
+    from .terminal import chosen_device
+
+    check_arguments(options.max_new_tokens, temperature=0, top_p=1)
+    rules = Rules(options.tolerance, options.text_tolerance, options.min_stop_share, options.max_new_tokens)
+    config = load_config(options.config, options.overrides)
+    pointer, device = Path(options.over), chosen_device(options.device)
+    report = promote(Path(options.candidate), pointer, config, rules, device, progress=not options.json)
+    print_result(options, report, lambda: promotion_lines(report))
+    if report["promoted"]:
+        print(f"{pointer} points at {options.candidate} now.", file=sys.stderr)
+    elif not options.json:
+        raise VerificationError(f"{pointer} stays as it is: {'; '.join(report['failures'])}.")
+    return 0 if report["promoted"] else 1

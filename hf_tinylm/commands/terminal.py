@@ -44,7 +44,8 @@ def open_engine(path: str, device: str, tokenizer_path: str | None) -> Iterator[
     from ..tokenization.load import load_tokenizer
 
     folder = find_model(path)
-    model = load_model(folder).to(chosen_device(device))
+    model = load_model(folder)
+    model.to(chosen_device(device))  # type: ignore[arg-type]
     tokenizer = load_tokenizer(tokenizer_path or find_tokenizer(folder))
     lines = [f"transformers {transformers.__version__} on {model.device}: {path} ({origin(folder)})"]
     if tokenizer.chat_template is None:
