@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from ..tokenization.load import load_tokenizer, tokenizer_sha256
 from .conversations import Conversations, open_conversations
 from .shards import load_shards
 from .windows import TokenWindows
-import itertools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

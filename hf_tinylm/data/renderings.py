@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ class Rendering:
         starts: (n + 1,) int64.
         message_ends: (m,) int64 places in `ids` where a message ends; conversation i's are
             `message_ends[messages[i]:messages[i + 1]]`.
-        rows: rows read. `dropped`: those that are no conversation, counted by reason; `first`: where each was met first.
+        rows: rows read. `dropped`: those that are no conversation, counted by reason; `first`: where each was first met.
         sha256: of ids, masks and borders.
     """
 
@@ -194,7 +193,7 @@ def _read(folder: Path) -> Rendering | None:
             return None
         empty = not file.stat().st_size  # a file of no bytes cannot be mapped
         arrays[name] = np.empty(0, dtype) if empty else np.memmap(file, dtype, mode="r")
-    rendering = Rendering(**arrays, **facts)
+    rendering = Rendering(**{**arrays, **facts})
     return rendering if _is_whole(rendering) else None
 
 

@@ -151,13 +151,13 @@ def test_malformed_rows_are_counted_with_their_reason_and_the_first_place(
         in (facts["first_faults"])
     )
     path.write_text(json.dumps(rows[0]) + "\n", encoding="utf-8")
-    with pytest.raises(DataError, match="none of the 1 rows of .* is a conversation"):
+    with pytest.raises(DataError, match=r"none of the 1 rows of .* is a conversation"):
         load_conversations([source(path)], byte_chat_tokenizer, 64, cache=tmp_path)
     path.write_text("{broken\n", encoding="utf-8")
     with pytest.raises(DataError, match="line 1 is not valid JSON"):
         load_conversations([source(path)], byte_chat_tokenizer, 64, cache=tmp_path)
+    (tmp_path / "text.txt").write_text("x")
     with pytest.raises(DataError, match=r"text.txt holds no rows"):
-        (tmp_path / "text.txt").write_text("x")
         load_conversations([source(tmp_path / "text.txt")], byte_chat_tokenizer, 64, cache=tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,6 @@ from hf_tinylm.data.conversations import load_conversations
 from hf_tinylm.data.packing import ConversationWindows, best_fit
 from hf_tinylm.modeling.factory import new_model
 from hf_tinylm.sections import ConversationSource, ModelSection
-import itertools
 
 T = 64
 SHAPE = {
