@@ -37,7 +37,7 @@ class Rendering:
         starts: (n + 1,) int64.
         message_ends: (m,) int64 places in `ids` where a message ends; conversation i's are
             `message_ends[messages[i]:messages[i + 1]]`.
-        rows: rows read. `dropped`: those that are no conversation, counted by reason; `first`: where each was first met.
+        rows: rows read. `dropped`: those that are no conversation, by reason; `first`: where each was first met.
         sha256: of ids, masks and borders.
     """
 
