@@ -129,7 +129,9 @@ def test_llamacpp_evaluates_the_ids_of_the_chat_template_for_three_turns(run: Pa
     assert answer["usage"]["prompt_tokens"] == len(ids)
 
 
-def test_masks_are_shown_in_colour_or_between_brackets(settings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_masks_are_shown_in_colour_or_between_brackets(
+    settings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from hf_tinylm.data.inspect import chat_inspection_lines
 
     assert cli(["inspect", "--config", str(settings), "--json", "--windows", "2"]) == 0
@@ -144,9 +146,12 @@ def test_masks_are_shown_in_colour_or_between_brackets(settings: Path, capsys: p
     assert f"\x1b[32m{supervised[0]}\x1b[0m" in coloured
     assert "\x1b[2J" not in coloured
     assert f"⟦{supervised[0]}⟧" in "\n".join(chat_inspection_lines(found, colour=False))
-    assert cli(["inspect", "--config", str(settings), "--windows", "1", "--assistant_only_loss", "false"]) == 0
+    everything = yaml.safe_load(settings.read_text())
+    everything["data"]["assistant_only_loss"] = False
+    (tmp_path / "everything.yaml").write_text(yaml.safe_dump(everything))
+    assert cli(["inspect", "--config", str(tmp_path / "everything.yaml"), "--windows", "1"]) == 0
     assert "<|im_start|>⟦user\n" in capsys.readouterr().out
-    for wrong in (["inspect"], ["inspect", "shards", "--config", "x"], ["inspect", "shards", "--epochs", "2"]):
+    for wrong in (["inspect"], ["inspect", "shards", "--config", "x"]):
         assert cli(wrong) == 2
 
 
@@ -199,7 +204,7 @@ def test_a_model_whose_tokenizer_has_no_control_tokens_is_refused(
 def test_two_processes_train_the_same_model_as_one(run: Path, settings: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     two = tmp_path / "two"
-    done = launch([*torchrun, RECIPE, "--config", str(settings), "--output_dir", str(two), "--gguf"])
+    done = launch([*torchrun, RECIPE, "--config", str(settings), "--output_dir", str(two), "--gguf", "[]"])
     assert done.returncode == 0, done.stderr[-3000:]
     for first, second in zip(read_rows(run / "metrics.jsonl"), read_rows(two / "metrics.jsonl"), strict=True):
         assert first.get("supervised_tokens") == second.get("supervised_tokens")
@@ -224,7 +229,7 @@ def test_smoltalk_and_the_base_model_come_from_the_hub_by_name(
     sources = "[{name: smoltalk, path: HuggingFaceTB/smol-smoltalk, split: %s}]"
     done = hub.run(
         *(RECIPE, "--config", str(settings), "--output_dir", str(tmp_path / "run"), "--init_from", "lab/base"),
-        *("--conversations", sources % "train", "--test_conversations", sources % "test", "--gguf"),
+        *("--conversations", sources % "train", "--test_conversations", sources % "test", "--gguf", "[]"),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "smoltalk: 25 of 25 rows" in done.stdout
@@ -253,7 +258,8 @@ def test_the_first_update_has_the_loss_of_trls_trainer(
     batch = chats.batch(range(8))
     expected = model(**batch).loss.item()
     lines = Path(config.data.conversations[0].path).read_text(encoding="utf-8").splitlines()
-    chosen = [json.loads(lines[int(chats.bins[int(k)][0])])["messages"] for k in chats.locate(range(8))]
+    numbers = [chats.describe(k)["conversations"][0].removeprefix("persona conversation ") for k in range(8)]
+    chosen = [json.loads(lines[int(number) - 1])["messages"] for number in numbers]
     arguments = trl.SFTConfig(
         output_dir=str(tmp_path), assistant_only_loss=True, max_length=128, packing=False, use_cpu=True, bf16=False,
         per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, learning_rate=3e-3, logging_steps=1,

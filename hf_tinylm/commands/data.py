@@ -59,7 +59,6 @@ def register(commands: Any) -> None:
     inspect.add_argument("--tokenizer", help="decode windows with this tokenizer (default: that of the config)")
     inspect.add_argument("--sequence_length", type=int, help="tokens of a decoded window (default 64, or the config's)")
     inspect.add_argument("--windows", type=int, default=3, help="windows to decode (default 3)")
-    inspect.set_defaults(takes_overrides=True)
     takes_json(inspect)
 
 
@@ -100,8 +99,6 @@ def inspect_data(options: argparse.Namespace) -> None:
     if options.config is not None:
         _inspect_conversations(options)
         return
-    if options.overrides:
-        raise ConfigError(f"{options.overrides[0]} changes a key of a config, and none is given. Leave it out.")
     from ..data.inspect import inspection, inspection_lines
 
     length = 64 if options.sequence_length is None else options.sequence_length
@@ -111,7 +108,7 @@ def inspect_data(options: argparse.Namespace) -> None:
 
 def _inspect_conversations(options: argparse.Namespace) -> None:
     length = [] if options.sequence_length is None else ["--sequence_length", str(options.sequence_length)]
-    config = load_config(options.config, [*options.overrides, *length])
+    config = load_config(options.config, length)
     from ..data.inspect import chat_inspection, chat_inspection_lines
     from ..export.hf import find_tokenizer
     from ..modeling.factory import find_model
