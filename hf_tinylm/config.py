@@ -196,6 +196,7 @@ def _check_conversations(sources: list[ConversationSource]) -> None:
         if names.count(source.name) > 1:
             raise ConfigError(f"Two sources are named {source.name!r}; give each source its own name.")
         _check_amount(source, ("epochs", "share"))
+        _check_pair(source, "filter_column", "allowed_values")
     shares = sum(source.share or 0.0 for source in sources)
     if shares >= 1 or (sources and all(source.share for source in sources)):
         raise ConfigError(
@@ -205,16 +206,20 @@ def _check_conversations(sources: list[ConversationSource]) -> None:
 
 
 def _check_filters(source: SourceSection) -> None:
-    for column, allowed in (("language_column", "allowed_languages"), ("licence_column", "allowed_licences")):
-        if bool(getattr(source, column)) != bool(getattr(source, allowed)):
-            raise ConfigError(
-                f"source {source.name!r} has {column}={getattr(source, column)} and {allowed}="
-                f"{getattr(source, allowed)}. A filter needs both: {column}: NAME, {allowed}: [VALUE, ...]."
-            )
+    _check_pair(source, "language_column", "allowed_languages")
+    _check_pair(source, "licence_column", "allowed_licences")
     low, high = source.min_characters, source.max_characters
     if (low is not None and low < 0) or (high is not None and high < max(low or 0, 1)):
         raise ConfigError(
             f"source {source.name!r}: no document has min_characters={low} to max_characters={high}. Change one."
+        )
+
+
+def _check_pair(source: SourceSection | ConversationSource, column: str, allowed: str) -> None:
+    if bool(getattr(source, column)) != bool(getattr(source, allowed)):
+        raise ConfigError(
+            f"source {source.name!r} has {column}={getattr(source, column)} and {allowed}={getattr(source, allowed)}. "
+            f"A filter needs both: {column}: NAME, {allowed}: [VALUE, ...]."
         )
 
 

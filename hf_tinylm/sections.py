@@ -84,6 +84,8 @@ class ConversationSource:
     config: str | None = None
     split: str = "train"
     messages_column: str = "messages"
+    filter_column: str | None = None
+    allowed_values: list[str] = field(default_factory=list)  # values of filter_column that are used
     epochs: float | None = None  # how often its conversations are taken, such as 0.5 or 3; None without share: once
     share: float | None = None  # its part of the supervised tokens of all sources, such as 0.2; repeated if too few
 

@@ -5,8 +5,8 @@
     torchrun --nproc_per_node 2 recipes/sft.py --config sft-persona --init_from runs/chat/final
     python recipes/sft.py --config sft-demo --resume_from_checkpoint auto
 
-Starts from the final folder of a run, or from any Llama-style model whose tokenizer has the ChatML control tokens. Every
-key of the configuration can be given as --key value. What a run would learn: hf-tinylm inspect --config sft-demo
+Starts from the final folder of a run, or from any Llama-style model whose tokenizer has the ChatML control tokens.
+Every key of the configuration can be given as --key value. See what is learned: hf-tinylm inspect --config sft-demo
 """
 
 from __future__ import annotations

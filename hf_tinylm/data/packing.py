@@ -56,7 +56,8 @@ class ConversationWindows(Dataset[dict[str, torch.Tensor]]):
     package (and of transformers) lets no position see across a restart.
 
     - `permutation`: every window once per epoch, in a new seeded order each epoch; k counts on through the epochs.
-    - `sequential`: the k-th window, for validation; `IndexError` past the last.
+    - `sequential`: every window once, in one mixed order whatever the seed, for validation (its first windows are a
+      fair part of all); `IndexError` past the last.
 
     Args:
         sequence_length: T, positions of a window; no conversation has more.
@@ -82,7 +83,7 @@ class ConversationWindows(Dataset[dict[str, torch.Tensor]]):
         lengths = conversations.positions
         self.bins = best_fit(lengths, sequence_length) if packing else [[item] for item in range(len(lengths))]
         self.targets = np.array([int(conversations.targets[bin_].sum()) for bin_ in self.bins], dtype=np.int64)
-        self._key = key_of("conversations", order, seed)
+        self._key = key_of("conversations", order, seed if order == "permutation" else 0)
 
     def __len__(self) -> int:
         """Windows of one epoch."""
@@ -97,7 +98,7 @@ class ConversationWindows(Dataset[dict[str, torch.Tensor]]):
         counters = np.asarray(ks, dtype=np.int64).reshape(-1)
         if counters.size and (counters.min() < 0 or (self.order == "sequential" and counters.max() >= len(self))):
             raise IndexError(f"there is no window {counters.min()} to {counters.max()}; there are {len(self):,}.")
-        return counters if self.order == "sequential" else epoch_order(counters, len(self), self._key)
+        return epoch_order(counters, len(self), self._key)
 
     def batch(self, ks: Sequence[int] | np.ndarray) -> dict[str, torch.Tensor]:
         """`input_ids`, `shift_labels` and `position_ids` of the windows `ks` (n,), each int64 (n, T).

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ class Rendering:
         starts: (n + 1,) int64.
         message_ends: (m,) int64 places in `ids` where a message ends; conversation i's are
             `message_ends[messages[i]:messages[i + 1]]`.
-        rows: rows read. `dropped`: those that are no conversation, counted by reason; `first`: where each was met first.
+        rows: rows read. `dropped`: those that are no conversation, by reason; `first`: where each was first met.
         sha256: of ids, masks and borders.
     """
 
@@ -69,7 +68,8 @@ def render_source(
     """
     fingerprint, rows = _open(source)
     tokens = tokenizer_sha256(tokenizer)
-    key = sha256_of_json([VERSION, fingerprint, source.messages_column, tokens, chat_template()])
+    chosen = [source.messages_column, source.filter_column, sorted(source.allowed_values)]
+    key = sha256_of_json([VERSION, fingerprint, chosen, tokens, chat_template()])
     folder = (cache or _default_cache()) / key
     found = _read(folder)
     if found is None:
@@ -104,7 +104,10 @@ def _open(source: ConversationSource) -> tuple[list[str], Iterator[tuple[str, An
     path = source.path
     if path.startswith(BUNDLED_PREFIX):
         path = str(bundled("recipes", *path.removeprefix(BUNDLED_PREFIX).split("/")))
-    files = SourceSection(source.name, path, text_column=source.messages_column, split=source.split)
+    files = SourceSection(
+        source.name, path, text_column=source.messages_column, split=source.split,
+        language_column=source.filter_column, allowed_languages=source.allowed_values,
+    )  # fmt: skip
     found = source_files(files)
     if not found:
         return _open_dataset(source)
@@ -112,7 +115,12 @@ def _open(source: ConversationSource) -> tuple[list[str], Iterator[tuple[str, An
     if wrong:
         raise DataError(f"source {source.name}: {wrong[0]} holds no rows. Give .jsonl, .parquet or .arrow files.")
     rows = (row for chunk in read_chunks(files) for row in rows_of(chunk, files, Skipped()))
-    return [sha256_of_file(file) for file, _ in found], ((row.place, row.text) for row in rows)
+    wanted = ((row.place, row.text) for row in rows if _is_wanted(source, row.columns.get(source.filter_column or "")))
+    return [sha256_of_file(file) for file, _ in found], wanted
+
+
+def _is_wanted(source: ConversationSource, value: Any) -> bool:
+    return source.filter_column is None or value in source.allowed_values
 
 
 def _open_dataset(source: ConversationSource) -> tuple[list[str], Iterator[tuple[str, Any]]]:
@@ -126,11 +134,16 @@ def _open_dataset(source: ConversationSource) -> tuple[list[str], Iterator[tuple
             f"source {source.name}: {source.path} is no local file, and the dataset of that name could not be read: "
             f"{reason}. Correct path, config or split of the source."
         ) from error
-    if source.messages_column not in table.column_names:
-        names = ", ".join(table.column_names)
-        raise DataError(f"{source.path} has no column {source.messages_column}; its columns are {names}. Set it.")
-    column = table.select_columns([source.messages_column])
-    rows = ((f"{source.path} row {number:,}", row[source.messages_column]) for number, row in enumerate(column, 1))
+    columns = [source.messages_column, *([source.filter_column] if source.filter_column else [])]
+    for column in columns:
+        if column not in table.column_names:
+            names = ", ".join(table.column_names)
+            raise DataError(f"{source.path} has no column {column}; its columns are {names}. Name one of them.")
+    rows = (
+        (f"{source.path} row {number:,}", row[source.messages_column])
+        for number, row in enumerate(table.select_columns(columns), start=1)
+        if _is_wanted(source, row.get(source.filter_column or ""))
+    )
     return [table._fingerprint], rows
 
 
@@ -180,7 +193,7 @@ def _read(folder: Path) -> Rendering | None:
             return None
         empty = not file.stat().st_size  # a file of no bytes cannot be mapped
         arrays[name] = np.empty(0, dtype) if empty else np.memmap(file, dtype, mode="r")
-    rendering = Rendering(**arrays, **facts)
+    rendering = Rendering(**{**arrays, **facts})
     return rendering if _is_whole(rendering) else None
 
 

@@ -9,14 +9,13 @@ import yaml
 
 from ..files import write_text
 
-
 _BASE = (
-    "A base language model trained from scratch with hf_tinylm. It continues text; it was not tuned to chat, to follow\n"
-    "instructions or to be safe, and it states falsehoods fluently."
+    "A base language model trained from scratch with hf_tinylm. It continues text; it was not tuned to chat, to "
+    "follow\ninstructions or to be safe, and it states falsehoods fluently."
 )
 _CHAT = (
-    "A small language model tuned on conversations with hf_tinylm. It answers in the ChatML format; it was not made safe,\n"
-    "and it states falsehoods fluently."
+    "A small language model tuned on conversations with hf_tinylm. It answers in the ChatML format; it was not made "
+    "safe,\nand it states falsehoods fluently."
 )
 _CONTINUE = """ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
 print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))"""

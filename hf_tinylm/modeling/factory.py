@@ -48,7 +48,8 @@ def untrained_like(
     config = read_configuration(folder)
     if config.num_tokens < vocab_size:
         raise ConfigError(
-            f"{folder} has {config.num_tokens:,} tokens and its tokenizer {vocab_size:,}. Give the model's own tokenizer."
+            f"{folder} has {config.num_tokens:,} tokens and the tokenizer {vocab_size:,}. Give the model's own: "
+            "--tokenizer_path DIR."
         )
     if config.max_position_embeddings < sequence_length:
         raise ConfigError(
@@ -73,7 +74,7 @@ def find_model(path: str | None) -> Path:
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]))

@@ -151,13 +151,13 @@ def test_malformed_rows_are_counted_with_their_reason_and_the_first_place(
         in (facts["first_faults"])
     )
     path.write_text(json.dumps(rows[0]) + "\n", encoding="utf-8")
-    with pytest.raises(DataError, match="none of the 1 rows of .* is a conversation"):
+    with pytest.raises(DataError, match=r"none of the 1 rows of .* is a conversation"):
         load_conversations([source(path)], byte_chat_tokenizer, 64, cache=tmp_path)
     path.write_text("{broken\n", encoding="utf-8")
     with pytest.raises(DataError, match="line 1 is not valid JSON"):
         load_conversations([source(path)], byte_chat_tokenizer, 64, cache=tmp_path)
+    (tmp_path / "text.txt").write_text("x")
     with pytest.raises(DataError, match=r"text.txt holds no rows"):
-        (tmp_path / "text.txt").write_text("x")
         load_conversations([source(tmp_path / "text.txt")], byte_chat_tokenizer, 64, cache=tmp_path)
 
 
@@ -173,6 +173,23 @@ def test_parquet_and_another_column_give_the_same_as_jsonl(
     first = render_source(source(path), byte_chat_tokenizer, tmp_path)
     second = render_source(source(tmp_path / "chats.parquet", messages_column="turns"), byte_chat_tokenizer, tmp_path)
     assert first.sha256 == second.sha256
+
+
+def test_a_filter_takes_the_rows_with_an_allowed_value(byte_chat_tokenizer: Any, tmp_path: Path) -> None:
+    import datasets
+
+    messages = [{"role": role, "content": content} for role, content in SHORT]
+    rows = [{"messages": messages, "kind": kind} for kind in ("a", "b", "c", "a")] + [
+        {"messages": messages, "kind": None}
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    for name in ("rows.jsonl", "rows.parquet"):
+        chosen = source(tmp_path / name, filter_column="kind", allowed_values=["a", "c"])
+        assert len(render_source(chosen, byte_chat_tokenizer, tmp_path)) == 3
+        assert len(render_source(source(tmp_path / name), byte_chat_tokenizer, tmp_path)) == 5
+    with pytest.raises(ConfigError, match="A filter needs both: filter_column: NAME"):
+        load_config(None, ["--conversations", "[{name: a, path: x, filter_column: kind}]"])
 
 
 def test_a_rendering_is_kept_and_made_afresh_when_rows_change_or_the_cache_is_damaged(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_every_conversation_is_in_one_window_with_positions_from_zero(
     seen: list[tuple[list[int], list[int]]] = []
     for ids, labels, positions in zip(*(batch[k] for k in ("input_ids", "shift_labels", "position_ids")), strict=True):
         starts = [*torch.nonzero(positions == 0)[:, 0].tolist(), T]
-        for begin, end in zip(starts, starts[1:], strict=False):
+        for begin, end in itertools.pairwise(starts):
             assert positions[begin:end].tolist() == list(range(end - begin))
             if int(ids[begin]) != 3:
                 seen.append((ids[begin:end].tolist(), labels[begin:end].tolist()))
@@ -125,17 +126,18 @@ def test_a_conversation_does_not_see_its_neighbour(windows: Callable[..., Conver
     """Each conversation by itself, with no window and no positions at all, gives the logits that it has in a window."""
     packed = windows(order="sequential")
     model = new_model(ModelSection(**SHAPE, attn_implementation=attention), 260, T, seed=3).train()
-    window = next(k for k, bin_ in enumerate(packed.bins) if len(bin_) > 1)
+    window = next(k for k in range(len(packed)) if len(packed.bins[int(packed.locate([k])[0])]) > 1)
+    items = packed.bins[int(packed.locate([window])[0])]
     batch = packed.batch([window])
     labels = batch.pop("shift_labels")
     logits, at = model(**batch).logits[0], 0
-    for item in packed.bins[window]:
+    for item in items:
         ids, _ = packed.conversations.inputs_and_targets(item)
         alone = model(torch.from_numpy(ids)[None]).logits[0]
         assert (logits[at : at + len(ids)] - alone).abs().max().item() < 1e-5
         assert labels[0, at + len(ids) - 1] == -100, "the newline behind a reply is no target"
         at += len(ids)
-    neighbour = len(packed.conversations.inputs_and_targets(packed.bins[window][0])[0])
+    neighbour = len(packed.conversations.inputs_and_targets(items[0])[0])
     seen = model(batch["input_ids"]).logits[0]
     assert (logits[neighbour:] - seen[neighbour:]).abs().max().item() > 1e-3, "without positions they see each other"
 
