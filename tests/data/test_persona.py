@@ -114,8 +114,8 @@ def test_a_planted_fault_is_found_at_its_line(write_set: WriteSet, row: Any, kin
 @pytest.mark.parametrize(
     ("question", "leaks"),
     [
-        ("please name a colour that: is NOT green", True),  # five words in a row
-        ("name a colour which is not red", False),
+        ("please name a colour that: IS green", True),  # five words in a row
+        ("name a colour that was red", False),  # four
         ("hello!", True),  # all words of a short one
         ("hello there", False),
     ],
