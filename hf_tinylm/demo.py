@@ -112,24 +112,27 @@ def summarise_chat(config: RunConfig, run: Path, base: Path) -> dict[str, Any]:
         nats, targets = conversation_losses(load_model(folder), test)
         losses[name] = float(nats.sum() / targets.sum())
     prompts = [messages[: i + 1] for _, messages in (*held_out, *taught) for i in _user_turns(messages)]
-    questions = [messages[: _user_turns(messages)[0] + 1] for kind, messages in held_out if kind == "identity"]
+    first: dict[bool, list[Any]] = {True: [], False: []}  # held-out questions about the assistant's name, and others
+    for kind, messages in held_out:
+        first[kind == "identity"].append(messages[: _user_turns(messages)[0] + 1])
     done = read_json(run / "DONE.json")
     found = {
         "updates": done["updates"],
         "supervised_tokens": done["supervised_tokens"],
         "test_tokens": int(test.targets.sum()),
         **losses,
-        "asked_for_its_name": len(questions),
+        "asked_for_its_name": len(first[True]),
+        "asked_for_something_else": len(first[False]),
         "replies": len(prompts[:REPLIES]),
     }
     engine = TransformersChat(AutoModelForCausalLM.from_pretrained(run / "final"), tokenizer)
-    found |= _replies("transformers", engine, questions, prompts[:REPLIES])
+    found |= _replies("transformers", engine, first, prompts[:REPLIES])
     files = sorted(run.glob("*.gguf"))
     if files and importlib.util.find_spec("xllamacpp") is not None:
         from .export.llamacpp_chat import LlamaCppChat
 
         with LlamaCppChat(files[0]) as other:
-            found |= _replies("llamacpp", other, questions, prompts[:REPLIES])
+            found |= _replies("llamacpp", other, first, prompts[:REPLIES])
     return {**found, "files": [str(path) for path in (run / "final", *files)]}
 
 
@@ -192,7 +195,8 @@ def _chat_lines(chat: dict[str, Any]) -> list[str]:
         if f"named_{engine}" in chat:
             lines.append(
                 f"  in {shown + ':':<25} says its name to {chat[f'named_{engine}']} of {chat['asked_for_its_name']} "
-                f"held-out questions, ends {chat[f'ended_{engine}']} of {chat['replies']} replies"
+                f"held-out questions for it and to {chat[f'named_unasked_{engine}']} of "
+                f"{chat['asked_for_something_else']} others; ends {chat[f'ended_{engine}']} of {chat['replies']} of them"
             )
             lines.append(f"  {QUESTION:<28}{chat[f'answer_{engine}']!r}")
     return lines
@@ -229,10 +233,10 @@ def _write_pack(config: RunConfig) -> None:
 
 def _chat_settings(config: RunConfig, run: Path) -> list[str]:
     """The overrides of the chat stage: its folders, and windows as long as the base model's."""
-    length = config.data.sequence_length
-    rows = load_config("sft-demo").training.per_device_train_batch_size
+    length, shipped = config.data.sequence_length, load_config("sft-demo")
+    windows = shipped.training.global_batch_tokens // shipped.data.sequence_length
     settings = {"output_dir": run.with_name("chat"), "init_from": run / "final", "sequence_length": length}
-    settings |= {"global_batch_tokens": rows * length}
+    settings |= {"global_batch_tokens": windows * length}
     return [text for key, value in settings.items() for text in (f"--{key}", str(value))]
 
 
@@ -257,7 +261,7 @@ def _user_turns(messages: list[dict[str, str]]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "user"]
 
 
-def _replies(name: str, engine: Any, questions: list[Any], prompts: list[Any]) -> dict[str, Any]:
+def _replies(name: str, engine: Any, questions: dict[bool, list[Any]], prompts: list[Any]) -> dict[str, Any]:
     """Greedy replies of an engine: how many name the assistant and how many it ends, and one for people."""
 
     def reply(messages: list[dict[str, str]]) -> tuple[str, bool]:
@@ -266,7 +270,8 @@ def _replies(name: str, engine: Any, questions: list[Any], prompts: list[Any]) -
 
     return {
         f"answer_{name}": reply([{"role": "user", "content": QUESTION}])[0],
-        f"named_{name}": sum(NAME in reply(question)[0] for question in questions),
+        f"named_{name}": sum(NAME in reply(question)[0] for question in questions[True]),
+        f"named_unasked_{name}": sum(NAME in reply(question)[0] for question in questions[False]),
         f"ended_{name}": sum(reply(prompt)[1] for prompt in prompts),
     }
 
