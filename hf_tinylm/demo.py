@@ -193,10 +193,10 @@ def _chat_lines(chat: dict[str, Any]) -> list[str]:
     ]
     for engine, shown in (("transformers", "transformers"), ("llamacpp", "llama.cpp")):
         if f"named_{engine}" in chat:
+            named, unasked, ended = (chat[f"{what}_{engine}"] for what in ("named", "named_unasked", "ended"))
             lines.append(
-                f"  in {shown + ':':<25} says its name to {chat[f'named_{engine}']} of {chat['asked_for_its_name']} "
-                f"held-out questions for it and to {chat[f'named_unasked_{engine}']} of "
-                f"{chat['asked_for_something_else']} others; ends {chat[f'ended_{engine}']} of {chat['replies']} of them"
+                f"  in {shown + ':':<25} says its name to {named} of {chat['asked_for_its_name']} held-out questions for it "
+                f"and to {unasked} of {chat['asked_for_something_else']} others; ends {ended} of {chat['replies']} replies"
             )
             lines.append(f"  {QUESTION:<28}{chat[f'answer_{engine}']!r}")
     return lines
