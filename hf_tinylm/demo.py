@@ -194,10 +194,11 @@ def _chat_lines(chat: dict[str, Any]) -> list[str]:
     for engine, shown in (("transformers", "transformers"), ("llamacpp", "llama.cpp")):
         if f"named_{engine}" in chat:
             named, unasked, ended = (chat[f"{what}_{engine}"] for what in ("named", "named_unasked", "ended"))
-            lines.append(
-                f"  in {shown + ':':<25} says its name to {named} of {chat['asked_for_its_name']} held-out questions for it "
-                f"and to {unasked} of {chat['asked_for_something_else']} others; ends {ended} of {chat['replies']} replies"
-            )
+            lines += [
+                f"  in {shown + ':':<25} says its name to {named} of {chat['asked_for_its_name']} held-out questions "
+                f"for it, and to {unasked} of {chat['asked_for_something_else']} others",
+                f"{'':<30}ends {ended} of {chat['replies']} replies by itself",
+            ]
             lines.append(f"  {QUESTION:<28}{chat[f'answer_{engine}']!r}")
     return lines
 

@@ -132,7 +132,7 @@ def test_llamacpp_evaluates_the_ids_of_the_chat_template_for_three_turns(run: Pa
 def test_masks_are_shown_in_colour_or_between_brackets(
     settings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from hf_tinylm.data.inspect import chat_inspection_lines
+    from hf_tinylm.data.inspect_chat import chat_inspection_lines
 
     assert cli(["inspect", "--config", str(settings), "--json", "--windows", "2"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -51,14 +51,20 @@ def register(commands: Any) -> None:
         commands,
         "inspect",
         inspect_data,
-        "what is in a folder of shards, with decoded windows; or the conversations of a config, with their masks",
+        "what is in a folder of shards: manifest, lengths of documents, decoded windows; or a config's conversations",
         "hf-tinylm inspect runs/demo/shards --tokenizer runs/demo/tokenizer; hf-tinylm inspect --config sft-demo",
     )
     inspect.add_argument("shards", nargs="?", help="a folder that hf-tinylm prepare wrote")
-    inspect.add_argument("--config", help="show the conversations of this config in place of shards")
-    inspect.add_argument("--tokenizer", help="decode windows with this tokenizer (default: that of the config)")
-    inspect.add_argument("--sequence_length", type=int, help="tokens of a decoded window (default 64, or the config's)")
-    inspect.add_argument("--windows", type=int, default=3, help="windows to decode (default 3)")
+    inspect.add_argument("--config", help="show the conversations of this config, with their masks, in place of shards")
+    inspect.add_argument("--tokenizer", help="decode windows with this tokenizer")
+    inspect.add_argument("--sequence_length", type=int, help="targets of a shown window (default 64)")
+    inspect.add_argument("--windows", type=int, default=3, help="how many windows to show (default 3)")
+    which = inspect.add_mutually_exclusive_group()
+    which.add_argument("--window", type=int, nargs="+", metavar="K", help="show window K of the training order")
+    which.add_argument("--find", type=int, nargs="+", metavar="ID", help="find windows with this id, or ids in a row")
+    inspect.add_argument("--seed", type=int, default=42, help="seed of the training order (default 42)")
+    inspect.add_argument("--window_order", choices=("permutation", "random"), default="permutation")
+    inspect.add_argument("--plot", metavar="FILE", help="draw the lengths of documents (.png, .pdf, .svg)")
     takes_json(inspect)
 
 
@@ -93,7 +99,7 @@ def prepare_shards(options: argparse.Namespace) -> None:
 
 
 def inspect_data(options: argparse.Namespace) -> None:
-    """Print a manifest and decoded windows, or conversations with their masks."""
+    """Print a manifest, lengths and windows, or conversations with their masks."""
     if (options.shards is None) == (options.config is None):
         raise ConfigError("Give a folder of shards, or --config NAME for its conversations.")
     if options.config is not None:
@@ -101,15 +107,24 @@ def inspect_data(options: argparse.Namespace) -> None:
         return
     from ..data.inspect import inspection, inspection_lines
 
-    length = 64 if options.sequence_length is None else options.sequence_length
-    found = inspection(options.shards, options.tokenizer, length, options.windows)
+    found = inspection(
+        options.shards,
+        options.tokenizer,
+        64 if options.sequence_length is None else options.sequence_length,
+        options.windows,
+        options.window,
+        options.find,
+        options.window_order,
+        options.seed,
+        options.plot,
+    )
     print_result(options, found, lambda: inspection_lines(found))
 
 
 def _inspect_conversations(options: argparse.Namespace) -> None:
     length = [] if options.sequence_length is None else ["--sequence_length", str(options.sequence_length)]
     config = load_config(options.config, length)
-    from ..data.inspect import chat_inspection, chat_inspection_lines
+    from ..data.inspect_chat import chat_inspection, chat_inspection_lines
     from ..export.hf import find_tokenizer
     from ..modeling.factory import find_model
     from ..tokenization.chat import chat_tokenizer

@@ -24,7 +24,7 @@ from ..modeling.factory import load_model
 from ..sections import RunConfig
 from ..tokenization.load import load_tokenizer, tokenizer_sha256
 from .chat import TransformersChat
-from .perplexity import window_losses
+from .perplexity import target_losses
 
 PROMPTS = ("Who are you?", "What can you do?", "What time is it?", "Write one sentence about the sea.")
 STOP_PROMPTS = 100
@@ -133,7 +133,7 @@ def load_held_out(config: RunConfig, candidate: Path, current: Path, progress: b
 def score(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, held_out: HeldOut, rules: Rules) -> Scores:
     """What a model does on the held-out sets; greedy replies."""
     losses = {name: conversation_losses(model, chats) for name, chats in held_out.conversations.items()}
-    nats = window_losses(model, held_out.text, held_out.vocab_size)
+    nats = target_losses(model, held_out.text, held_out.vocab_size).sum(axis=1, dtype=np.float64)
     losses[TEXT] = (nats, np.full(len(nats), held_out.text.shape[1] - 1))
     engine = TransformersChat(model, tokenizer)
 
