@@ -24,7 +24,7 @@ LAYERS = (
     ("data", "modeling"),
     ("tokenization",),
     ("contract", "config", "sections", "planning", "values"),
-    ("files", "errors"),
+    ("files", "locks", "errors"),
 )
 LEVEL_OF = {part: level for level, row in enumerate(LAYERS) for part in row}
 ONE_LAYER = {
@@ -37,9 +37,10 @@ ONE_LAYER = {
     "planning",
     "values",
     "files",
+    "locks",
     "errors",
 }  # may import within
-LIGHT = ("__init__", "cli", "config", "sections", "values", "planning", "contract", "files", "errors")
+LIGHT = ("__init__", "cli", "config", "sections", "values", "planning", "contract", "files", "locks", "errors")
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "tokenizers", "tiktoken", "pyarrow", "gguf", "evaluate"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

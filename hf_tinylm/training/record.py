@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..contract import RUN_FILE, check_contract, new_contract, write_contract
+from ..data.local_copy import local_copy
 from ..errors import CheckpointError, ContractError
 from ..files import read_json, refuse_folder_in_use, sha256_of_json
 from ..planning.disk import checkpoints_kept
@@ -62,13 +63,14 @@ class RunRecord:
             ConfigError: a new run in a folder in use, or too little room on its disk.
         """
         args = self.trainer.args
-        folder, passed_over = select_checkpoint(self.output_dir, asked) if asked else (None, [])
+        folder, passed_over = select_checkpoint(self.output_dir, asked, self._nearby) if asked else (None, [])
         known = bool(asked) and (self.output_dir / RUN_FILE).is_file()
         contract = self._contract(known)
         self.identity_sha256 = sha256_of_json(contract["identity"])
         changed = check_contract(self.output_dir, contract) if known or folder is not None else []
         if folder is None and args.init_from is not None:
-            initialise_from(args.init_from, args.init_optimizer, self.trainer.model, self.trainer.optimizer)
+            start = str(self._nearby(Path(args.init_from), "init_from"))
+            initialise_from(start, args.init_optimizer, self.trainer.model, self.trainer.optimizer)
         if self.main:
             if not known and not is_start_that_was_killed(self.output_dir):
                 refuse_folder_in_use(self.output_dir)
@@ -80,7 +82,7 @@ class RunRecord:
             self._tell(trace, passed_over, changed)
         self.trainer.accelerator.wait_for_everyone()  # all have selected their checkpoint before any is renamed
         if folder is not None:
-            self._restore(read_checkpoint(folder), folder, changed)
+            self._restore(read_checkpoint(self._nearby(folder)), folder, changed)
             return True
         plan = self.trainer.plan
         thrown_away = self._continue_clocks({}, 0)
@@ -112,6 +114,14 @@ class RunRecord:
             self.saver.wait()
         folders = list_checkpoints(self.output_dir)
         return folders[-1].name if folders else None
+
+    def _nearby(self, folder: Path, kind: str = "resume") -> Path:
+        """The folder that is read in place of `folder`: itself, or its copy in `stage_dir`."""
+        stage_dir = self.trainer.args.stage_dir
+        if stage_dir is None:
+            return folder
+        slot_of = folder.parent if kind == "resume" else folder  # of a run's checkpoints one copy is kept
+        return local_copy(folder, Path(stage_dir), kind, slot_of)
 
     # ---- contract -----------------------------------------------------------------------------------------------
 
