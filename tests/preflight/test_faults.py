@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -19,7 +22,9 @@ from hf_tinylm.modeling.model import TinyLMAttention, TinyLMForCausalLM, TinyLMM
 from hf_tinylm.tokenization.load import save_tokenizer
 from hf_tinylm.tokenization.train import train_tokenizer
 from hf_tinylm.training import optimizer
+from hf_tinylm.training.interrupt import Interrupt
 from hf_tinylm.training.schedule import CosineSchedule
+from hf_tinylm.training.trainer import LMTrainer
 from hf_tinylm.training.update import Update
 
 Plant = Callable[[pytest.MonkeyPatch, Path, Path], list[str]]
@@ -177,6 +182,136 @@ def full_disk(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
     return []
 
 
+# ---- faults beyond those that every preflight must know ----------------------------------------------------------
+
+
+def ids_beyond_the_vocabulary(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    wrap(patch, TokenWindows, "gather", lambda own, self, ks: own(self, ks) * 2)
+    return []
+
+
+def separators_lost(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    """The separator stands behind its document instead of in front."""
+    from hf_tinylm.data import shards
+
+    def opened(own: Any, folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> Any:
+        shard = own(folder, entry, manifest)
+        return dataclasses.replace(shard, ids=np.roll(shard.ids, -1))
+
+    wrap(patch, shards, "_open_shard", opened)
+    return []
+
+
+def first_weights_too_large(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    wrap(patch, modeling.init, "normal_", lambda own, tensor, mean, std: own(tensor, mean=mean, std=4 * std))
+    return []
+
+
+def another_shape(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    from hf_tinylm.modeling import factory
+
+    def wider(own: Any, section: Any, *arguments: Any, **token_ids: Any) -> Any:
+        return own(dataclasses.replace(section, intermediate_size=80), *arguments, **token_ids)
+
+    wrap(patch, factory, "model_configuration", wider)
+    return []
+
+
+def norm_in_half_precision(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    def crude(own: Any, self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return own(self, x) * (1.5 if torch.is_autocast_enabled("cpu") else 1.0)
+
+    wrap(patch, modeling.TinyLMRMSNorm, "forward", crude)
+    return ["--bf16", "true"]
+
+
+def cache_of_the_wrong_positions(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    patch.setattr(modeling.DynamicCache, "get_seq_length", lambda self, *_: 0)
+    return []
+
+
+def optimizer_that_does_nothing(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    patch.setattr(torch.optim.AdamW, "step", lambda self: None)
+    return []
+
+
+def update_that_cannot_be_disabled(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    wrap(patch, Update, "_commit", lambda own, self, rate, norm: own(self, rate or 1e-3, norm))
+    return []
+
+
+def evaluation_with_dropout(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    from hf_tinylm.training import validation
+
+    wrap(patch, validation, "_batch_sums", lambda own, accelerator, model, *rest: own(accelerator, model.train(), *rest))
+    return ["--attention_dropout", "0.3"]
+
+
+def mode_not_restored(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    wrap(patch, TinyLMForCausalLM, "train", lambda own, self, mode=True: own(self, mode and not _evaluated(self)))
+    wrap(patch, TinyLMForCausalLM, "eval", lambda own, self: setattr(self, "evaluated", True) or own(self))
+    return []
+
+
+def _evaluated(model: Any) -> bool:
+    return getattr(model, "evaluated", False)
+
+
+def rounded_weights_in_files(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    from hf_tinylm.training import checkpoint
+
+    def rounded(own: Any, tensors: dict[str, torch.Tensor], *rest: Any, **more: Any) -> None:
+        own({k: v.half().float() if v.is_floating_point() else v for k, v in tensors.items()}, *rest, **more)
+
+    wrap(patch, checkpoint, "save_file", rounded)
+    return []
+
+
+def moments_not_restored(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    patch.setattr("hf_tinylm.training.record.load_optimizer_tensors", lambda *_: None)
+    return []
+
+
+def random_state_not_restored(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    patch.setattr("hf_tinylm.training.trainer.restore_random", lambda *_: None)
+    return ["--attention_dropout", "0.3"]
+
+
+def signals_left_alone(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    patch.setattr(Interrupt, "install", lambda self: None)
+    return []
+
+
+def windows_taken_twice(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    wrap(patch, LMTrainer, "_micro_batch", lambda own, self, number, row: own(self, number, row // 2))
+    return []
+
+
+def too_little_memory(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
+    memory = namedtuple("memory", "available")
+    patch.setattr(psutil, "virtual_memory", lambda: memory(10**5))
+    return []
+
+
+MORE_FAULTS: list[tuple[Plant, set[str], set[str]]] = [
+    (ids_beyond_the_vocabulary, {"ids"}, set()),
+    (separators_lost, {"separators"}, {"round trip"}),
+    (first_weights_too_large, {"initial loss"}, {"overfit", "random tokens"}),
+    (another_shape, {"parameters"}, {"decay groups"}),
+    (norm_in_half_precision, {"precision"}, set()),
+    (cache_of_the_wrong_positions, {"generation"}, set()),
+    (optimizer_that_does_nothing, {"overfit", "applied rate"}, {"resume"}),
+    (update_that_cannot_be_disabled, {"overfit"}, set()),
+    (evaluation_with_dropout, {"validation"}, set()),
+    (mode_not_restored, {"validation"}, set()),
+    (rounded_weights_in_files, {"save"}, set()),
+    (moments_not_restored, {"resume"}, set()),
+    (random_state_not_restored, {"resume"}, set()),
+    (signals_left_alone, {"signals"}, set()),
+    (windows_taken_twice, {"windows"}, set()),
+    (too_little_memory, {"memory"}, set()),
+]
+
 # What was planted, the checks that must catch it, and their kin that may.
 FAULTS: list[tuple[Plant, set[str], set[str]]] = [
     (unshifted_targets, {"targets", "random tokens"}, {"initial loss"}),
@@ -201,7 +336,13 @@ FAULTS: list[tuple[Plant, set[str], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("plant", "catches", "kin"), FAULTS, ids=[plant.__name__ for plant, _, _ in FAULTS])
+@pytest.mark.parametrize(
+    ("plant", "catches", "kin"),
+    [
+        *(pytest.param(*fault, id=fault[0].__name__) for fault in FAULTS),
+        *(pytest.param(*fault, id=fault[0].__name__, marks=pytest.mark.slow) for fault in MORE_FAULTS),
+    ],
+)
 def test_a_planted_fault_is_caught_by_its_check_and_its_kin_alone(
     plant: Plant,
     catches: set[str],
