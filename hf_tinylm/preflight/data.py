@@ -28,9 +28,9 @@ FINGERPRINT_IDS = 16
 def ids(subject: Subject) -> Finding:
     """Every id that the first batches and the first validation windows hold is a token of the model."""
     tokens = subject.model_config.num_tokens
-    held = [batch[name] for batch in subject.batches(BATCHES) for name in ("input_ids", "shift_labels")]
     validation = subject.pack.validation
-    held += list(validation.batch(range(min(BATCHES, len(validation)))).values())
+    batches = [*subject.batches(BATCHES), validation.batch(range(min(BATCHES, len(validation))))]
+    held = [batch[name] for batch in batches for name in ("input_ids", "shift_labels")]
     low = min(int(tensor[tensor != IGNORE_INDEX].min()) for tensor in held)
     high = max(int(tensor.max()) for tensor in held)
     return Finding(0 <= low and high < tokens, f"{low:,} to {high:,}", f"0 to {tokens - 1:,}")

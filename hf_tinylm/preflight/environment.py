@@ -12,9 +12,9 @@ from typing import Any
 
 import psutil
 import torch
+from transformers.trainer_utils import IntervalStrategy
 
 from ..errors import RunStopped
-from ..training.arguments import training_arguments
 from ..training.checkpoint import checkpoint_fault, list_checkpoints, read_checkpoint
 from ..training.clocks import synchronise
 from ..training.interrupt import INTERRUPT, SIGNALS
@@ -54,7 +54,7 @@ def memory(subject: Subject) -> Finding:
 def throughput(subject: Subject) -> Finding:
     """A micro-batch of the run's own size runs; its time says how long the run will take."""
     plan, batch = subject.trainer.plan, subject.batches(1)[0]
-    model = subject.probe().train()
+    model = subject.probe()
     if subject.trainer.args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     update = subject.update(model)
@@ -145,24 +145,22 @@ def resume(subject: Subject) -> Finding:
 
 def probe_run(subject: Subject, name: str, **settings: Any) -> LMTrainer:
     """Two updates of the run, as small as they can be, with a copy of its model in the scratch folder."""
-    config = copy.deepcopy(subject.config)
-    training, plan = config.training, subject.trainer.plan
-    training.output_dir = str(subject.scratch / name)
-    training.per_device_train_batch_size = 1
-    training.global_batch_tokens = 2 * plan.sequence_length * plan.world_size
-    training.train_tokens = 2 * training.global_batch_tokens
-    training.warmup_steps, training.report_to, training.init_from, training.init_optimizer = 0, [], None, False
-    training.eval_steps = training.save_steps = training.milestone_steps = training.save_minutes = None
-    training.stop_after_updates = training.max_hours = training.max_cost = training.resume_from_checkpoint = None
-    for key, value in settings.items():
-        setattr(training, key, value)
-    args = training_arguments(config)
-    args.disable_tqdm = True
+    args, plan = copy.copy(subject.trainer.args), subject.trainer.plan  # made anew, they would reset accelerate's state
+    batch = 2 * plan.sequence_length * plan.world_size
+    fields = {
+        **{"output_dir": str(subject.scratch / name), "per_device_train_batch_size": 1, "global_batch_tokens": batch},
+        **{"train_tokens": 2 * batch, "warmup_steps": 0, "report_to": [], "eval_strategy": IntervalStrategy.NO},
+        **{"save_strategy": IntervalStrategy.NO, "disable_tqdm": True, "init_optimizer": False},
+        **dict.fromkeys(("init_from", "milestone_steps", "save_minutes", "stop_after_updates", "max_hours", "max_cost")),
+        "resume_from_checkpoint": None,
+    }
+    for key, value in {**fields, **settings}.items():
+        setattr(args, key, value)
     trainer = LMTrainer(subject.probe(), args, subject.trainer.train_dataset)
     try:
         trainer.train()
     except RunStopped:
-        if INTERRUPT.requested or training.stop_after_updates is None:
+        if INTERRUPT.requested or args.stop_after_updates is None:
             raise
     return trainer
 

@@ -37,7 +37,7 @@ def loss(subject: Subject) -> Finding:
     rows = batch["shift_labels"].shape[0]
     for row in range(rows):  # 1, 1/2, 1/3, ... of the targets
         batch["shift_labels"][row, batch["shift_labels"].shape[1] // (row + 1) :] = IGNORE_INDEX
-    model = subject.probe().eval()
+    model = subject.probe(dropout=False)
     with subject.exact():
         expected = reference_loss(model, batch)
         expected.backward()
@@ -114,7 +114,7 @@ def applied_rate(subject: Subject) -> Finding:
     """Adam's first step moves a weight by the learning rate; norm gains, near 1, show which it was."""
     number = min(subject.config.training.warmup_steps, subject.trainer.plan.updates - 1)
     planned = planned_rate(subject, number)
-    model = subject.probe().eval()
+    model = subject.probe(dropout=False)
     gains = [p for p in model.parameters() if p.ndim < 2]
     before = [p.detach().clone() for p in gains]
     update = subject.update(model)
@@ -136,7 +136,7 @@ def applied_rate(subject: Subject) -> Finding:
 def overfit(subject: Subject) -> Finding:
     """One small batch is learnt by heart within bounded updates; an update at rate 0 moves no weight."""
     batch = subject.sample(2)
-    still = subject.probe().train()
+    still = subject.probe()
     with subject.precision():
         subject.update(still).run([batch], 0.0)
     pairs = zip(still.parameters(), subject.trainer.model.parameters(), strict=True)
@@ -192,7 +192,7 @@ def validation(subject: Subject) -> Finding:
     """The probe of the run gives the same number twice, the mean over its windows, and restores the mode."""
     trainer, windows = subject.trainer, subject.trainer.eval_dataset
     number = min(len(windows), 4 * trainer.accelerator.num_processes)
-    model = subject.probe().train()
+    model = subject.probe()
     with subject.precision():
         found = [
             validate(trainer.accelerator, model, windows, number * windows.sequence_length, 2) for _ in range(2)
@@ -222,7 +222,7 @@ def planned_rate(subject: Subject, number: int) -> float:
 def _train(subject: Subject, batch_of: Any, updates: int, until: float = -math.inf) -> list[float]:
     """Losses of a copy of the model, each before its update, at a rate that suits its width; ends below `until`."""
     rate = min(1e-2, 0.32 / subject.model_config.hidden_size)
-    model = subject.probe().train()
+    model = subject.probe()
     update, losses = subject.update(model), []
     for number in range(updates):
         with subject.precision():

@@ -116,7 +116,7 @@ def masks(subject: Subject) -> Finding:
 )
 def gradients(subject: Subject) -> Finding:
     """After one backward pass every parameter has a finite gradient that is not zero everywhere."""
-    model = subject.probe().train()
+    model = subject.probe()
     with subject.precision():
         model(**subject.sample(2)).loss.backward()
     named = dict(model.named_parameters())
@@ -179,8 +179,8 @@ def _alive(gradient: torch.Tensor) -> bool:
 
 def reference_loss(model: TinyLMForCausalLM, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Mean cross-entropy over the targets of a batch from logits alone, by log-softmax and a look-up; with gradient."""
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits.float()
-    labels = batch["shift_labels"]
+    inputs, labels = {name: tensor for name, tensor in batch.items() if name != "shift_labels"}, batch["shift_labels"]
+    logits = model(**inputs, use_cache=False).logits[..., : model.config.num_tokens].float()
     supervised = labels != IGNORE_INDEX
     chosen = logits.log_softmax(dim=-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return -chosen[supervised].mean()

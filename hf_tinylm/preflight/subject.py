@@ -71,9 +71,12 @@ class Subject:
         self.model_config = trainer.model.config
         self.flash = str(self.model_config._attn_implementation).startswith("flash")
 
-    def probe(self) -> TinyLMForCausalLM:
-        """A copy of the run's fresh model."""
-        return copy.deepcopy(self.trainer.model)
+    def probe(self, dropout: bool = True) -> TinyLMForCausalLM:
+        """A copy of the run's fresh model in training mode, on request without dropout."""
+        model = copy.deepcopy(self.trainer.model).train()
+        if not dropout:
+            model.config.attention_dropout = 0.0
+        return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The run's own optimizer for a copy of its model."""
@@ -116,11 +119,11 @@ class Subject:
         return noted.asked, found
 
     def sample(self, rows: int, length: int = PROBE_LENGTH) -> dict[str, torch.Tensor]:
-        """The beginning of the run's first windows: (rows, length) or less, on the device."""
+        """The beginning of the run's first windows, each tensor (rows, length) or less, on the device."""
         batches = self.batches(-(-rows // self.trainer.plan.per_device_train_batch_size))
         return {
             name: torch.cat([batch[name] for batch in batches])[:rows, :length].contiguous().to(self.device)
-            for name in ("input_ids", "shift_labels")
+            for name in batches[0]
         }
 
     def logits(self, model: TinyLMForCausalLM, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:

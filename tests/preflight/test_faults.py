@@ -95,7 +95,7 @@ def _with_nan(model: TinyLMForCausalLM) -> TinyLMForCausalLM:
 
 def missing_division(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
     """Each micro-batch is divided by its own targets, so an update of n micro-batches has n times the loss."""
-    wrap(patch, modeling, "normalised_loss", lambda own, logits, labels, count: own(logits, labels, None))
+    wrap(patch, modeling, "normalised", lambda own, total, labels, count: own(total, labels, None))
     return []
 
 
@@ -155,10 +155,10 @@ def windows_of_the_other_split(patch: pytest.MonkeyPatch, *_: Path) -> list[str]
     """Validation windows are cut from the files of training."""
     train: list[Any] = []
 
-    def init(own: Any, self: TokenWindows, streams: Any, length: int, order: Any, seed: int, names: Any = None) -> None:
-        train.append((streams, names))
-        streams, names = train[0] if order == "sequential" else train[-1]
-        own(self, streams, length, order, seed, names)
+    def init(own: Any, self: TokenWindows, streams: Any, length: int, order: Any, seed: int, *more: Any) -> None:
+        train.append((streams, more))
+        streams, more = train[0] if order == "sequential" else train[-1]
+        own(self, streams, length, order, seed, *more)
 
     wrap(patch, TokenWindows, "__init__", init)
     return []
