@@ -15,6 +15,7 @@ from hf_tinylm.errors import ConfigError
 COMMANDS = [
     *("tokenizer train", "tokenizer audit", "prepare", "inspect", "eval", "sample", "export", "verify-gguf", "where"),
     "demo",
+    "preflight",
 ]
 
 

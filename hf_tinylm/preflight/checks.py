@@ -107,6 +107,4 @@ def _run(each: Rule, subject: Any, gather: Gather) -> Check:
     worst = next((rank for rank, finding in enumerate(found) if not finding.ok), 0)
     value = found[worst].value if len(found) == 1 or found[worst].ok else f"process {worst}: {found[worst].value}"
     seconds = round(time.monotonic() - began, 3)
-    return Check(
-        each.name, found[worst].ok, value, found[worst].expected, each.meaning, seconds, found[worst].detail
-    )
+    return Check(each.name, found[worst].ok, value, found[worst].expected, each.meaning, seconds, found[worst].detail)

@@ -33,7 +33,7 @@ def ids(subject: Subject) -> Finding:
     held = [batch[name] for batch in batches for name in ("input_ids", "shift_labels")]
     low = min(int(tensor[tensor != IGNORE_INDEX].min()) for tensor in held)
     high = max(int(tensor.max()) for tensor in held)
-    return Finding(0 <= low and high < tokens, f"{low:,} to {high:,}", f"0 to {tokens - 1:,}")
+    return Finding(low >= 0 and high < tokens, f"{low:,} to {high:,}", f"0 to {tokens - 1:,}")
 
 
 @rule(

@@ -23,7 +23,6 @@ from ..training.optimizer import optimizer_tensors
 from ..training.trainer import LMTrainer
 from .checks import Finding, rule
 from .maths import LEARNS
-from .model import MODEL_RUNS
 from .subject import Subject, existing_parent, gathered
 
 
@@ -50,7 +49,11 @@ def memory(subject: Subject) -> Finding:
     return Finding(free >= needed, f"{free / 1e9:.2f} GB free", f"{needed / 1e9:.2f} GB, and activations")
 
 
-@rule("throughput", "a micro-batch does not fit: lower per_device_train_batch_size, or use gradient_checkpointing", needs=LEARNS)
+@rule(
+    "throughput",
+    "a micro-batch does not fit: lower per_device_train_batch_size, or use gradient_checkpointing",
+    needs=LEARNS,
+)
 def throughput(subject: Subject) -> Finding:
     """A micro-batch of the run's own size runs; its time says how long the run will take."""
     plan, batch = subject.trainer.plan, subject.batches(1)[0]
@@ -82,7 +85,11 @@ def signals(subject: Subject) -> Finding:
     return Finding(not unheeded, value, "all that are not ignored")
 
 
-@rule("windows", "processes or micro-batches share windows, or one has fewer updates: it would wait for ever", on_resume=True)
+@rule(
+    "windows",
+    "processes or micro-batches share windows, or one has fewer updates: it would wait for ever",
+    on_resume=True,
+)
 def windows(subject: Subject) -> Finding:
     """The first updates of all processes together take each window once, in equal numbers of micro-batches."""
     plan = subject.trainer.plan
@@ -105,10 +112,14 @@ def processes(subject: Subject) -> Finding:
     for parameter in subject.trainer.model.parameters():
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     found = gathered(subject.trainer, digest.hexdigest())
-    return Finding(len(set(found)) == 1, f"{len(set(found))} different sets of weights", f"1, on {len(found)} processes")
+    return Finding(
+        len(set(found)) == 1, f"{len(set(found))} different sets of weights", f"1, on {len(found)} processes"
+    )
 
 
-@rule("save", "the disk or the file format does not give back what was written", needs=(*LEARNS, "output folder", "disk"))
+@rule(
+    "save", "the disk or the file format does not give back what was written", needs=(*LEARNS, "output folder", "disk")
+)
 def save(subject: Subject) -> Finding:
     """A checkpoint of a probe run in the output folder's volume, read again, holds the same bits as the run."""
     began = time.monotonic()
@@ -126,7 +137,11 @@ def save(subject: Subject) -> Finding:
     return Finding(not differing and bool(held), value, "0")
 
 
-@rule("resume", "something that decides the run is not in its checkpoint, or the machine does not repeat sums", needs=("save",))
+@rule(
+    "resume",
+    "something that decides the run is not in its checkpoint, or the machine does not repeat sums",
+    needs=("save",),
+)
 def resume(subject: Subject) -> Finding:
     """A run of two updates that was stopped after the first ends with the same bits as one that was not."""
     whole = probe_run(subject, "whole")
@@ -151,7 +166,9 @@ def probe_run(subject: Subject, name: str, **settings: Any) -> LMTrainer:
         **{"output_dir": str(subject.scratch / name), "per_device_train_batch_size": 1, "global_batch_tokens": batch},
         **{"train_tokens": 2 * batch, "warmup_steps": 0, "report_to": [], "eval_strategy": IntervalStrategy.NO},
         **{"save_strategy": IntervalStrategy.NO, "disable_tqdm": True, "init_optimizer": False},
-        **dict.fromkeys(("init_from", "milestone_steps", "save_minutes", "stop_after_updates", "max_hours", "max_cost")),
+        **dict.fromkeys(
+            ("init_from", "milestone_steps", "save_minutes", "stop_after_updates", "max_hours", "max_cost")
+        ),
         "resume_from_checkpoint": None,
     }
     for key, value in {**fields, **settings}.items():

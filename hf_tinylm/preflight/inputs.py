@@ -53,7 +53,9 @@ def shards(inputs: Inputs) -> Finding:
     return Finding(True, f"{files} files, {found.manifest['ids']:,} ids: all as in the manifest", "as in the manifest")
 
 
-@rule("tokenizer", "the shards were written with another tokenizer: every id would mean something else", needs=("shards",))
+@rule(
+    "tokenizer", "the shards were written with another tokenizer: every id would mean something else", needs=("shards",)
+)
 def tokenizer(inputs: Inputs) -> Finding:
     """The tokenizer of the configuration has the hash that the shards record."""
     inputs.pack = open_pack(inputs.config, verify=False)

@@ -46,7 +46,9 @@ def loss(subject: Subject) -> Finding:
         model.zero_grad()
         result = subject.update(model).run([{k: v[row : row + 1] for k, v in batch.items()} for row in range(rows)], 0)
     wanted = (float(expected.detach()), norm)
-    ratios = [found / one if one else math.inf for found, one in zip((result.loss, result.grad_norm), wanted, strict=True)]
+    ratios = [
+        found / one if one else math.inf for found, one in zip((result.loss, result.grad_norm), wanted, strict=True)
+    ]
     value = f"loss {ratios[0]:.4f} and gradient {ratios[1]:.4f} times those of the mean over all targets"
     return Finding(all(abs(ratio - 1) <= 10 * subject.tolerance for ratio in ratios), value, "1 and 1")
 
@@ -68,8 +70,8 @@ def decay_groups(subject: Subject) -> Finding:
             found["decayed" if decayed else "not decayed"] += parameter.numel()
             misplaced += parameter.numel() if decayed != (parameter.ndim >= 2) else 0
     planned = {"decayed": shape.decayed_parameters, "not decayed": shape.undecayed_parameters}
-    words = [", ".join(f"{number:,} {name}" for name, number in which.items()) for which in (found, planned)]
-    return Finding(found == planned and not misplaced, *words)
+    measured, expected = (", ".join(f"{n:,} {name}" for name, n in which.items()) for which in (found, planned))
+    return Finding(found == planned and not misplaced, measured, expected)
 
 
 @rule("schedule", "the learning rate is not the one that was configured, or it ends elsewhere", on_resume=True)
@@ -102,7 +104,9 @@ def warmup(subject: Subject) -> Finding:
     expected = [(number + 1) / steps for number in numbers]
     shown = [", ".join(f"{share:.3f}" for share in shares) for shares in (found, expected)]
     close = np.allclose(found, expected, rtol=1e-6)
-    return Finding(close, f"{shown[0]} of the highest rate at updates {', '.join(f'{n + 1:,}' for n in numbers)}", shown[1])
+    return Finding(
+        close, f"{shown[0]} of the highest rate at updates {', '.join(f'{n + 1:,}' for n in numbers)}", shown[1]
+    )
 
 
 @rule(
@@ -194,9 +198,7 @@ def validation(subject: Subject) -> Finding:
     number = min(len(windows), 4 * trainer.accelerator.num_processes)
     model = subject.probe()
     with subject.precision():
-        found = [
-            validate(trainer.accelerator, model, windows, number * windows.sequence_length, 2) for _ in range(2)
-        ]
+        found = [validate(trainer.accelerator, model, windows, number * windows.sequence_length, 2) for _ in range(2)]
         restored = all(module.training for module in model.modules())
         batch = {name: tensor.to(subject.device) for name, tensor in windows.batch(range(number)).items()}
         with torch.no_grad():
@@ -232,6 +234,4 @@ def _train(subject: Subject, batch_of: Any, updates: int, until: float = -math.i
     return losses
 
 
-RULES = (
-    *(loss, decay_groups, schedule, warmup, applied_rate, overfit, random_tokens, validation),
-)
+RULES = (loss, decay_groups, schedule, warmup, applied_rate, overfit, random_tokens, validation)

@@ -154,7 +154,7 @@ def generation(subject: Subject) -> Finding:
     prompt = _ids(subject)[:1, :HALF]
     room = max(1, min(NEW_TOKENS, int(subject.model_config.max_position_embeddings) - prompt.shape[1]))
     with subject.exact():
-        output: Any = model.generate(  # type: ignore[operator]
+        output: Any = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=room, do_sample=False,
             suppress_tokens=list(range(subject.model_config.num_tokens, subject.model_config.vocab_size)) or None,
         )  # fmt: skip

@@ -243,7 +243,9 @@ def update_that_cannot_be_disabled(patch: pytest.MonkeyPatch, *_: Path) -> list[
 def evaluation_with_dropout(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
     from hf_tinylm.training import validation
 
-    wrap(patch, validation, "_batch_sums", lambda own, accelerator, model, *rest: own(accelerator, model.train(), *rest))
+    wrap(
+        patch, validation, "_batch_sums", lambda own, accelerator, model, *rest: own(accelerator, model.train(), *rest)
+    )
     return ["--attention_dropout", "0.3"]
 
 

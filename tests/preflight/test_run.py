@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +48,9 @@ def test_a_run_with_preflight_is_the_run_without_it_to_the_bit(
     for path in exact:
         assert (with_ / path).read_bytes() == (without / path).read_bytes(), path
     assert rows(with_) == rows(without)
-    events = [[json.loads(line)["event"] for line in (r / "events.jsonl").read_text().splitlines()] for r in (with_, without)]
+    events = [
+        [json.loads(line)["event"] for line in (r / "events.jsonl").read_text().splitlines()] for r in (with_, without)
+    ]
     assert events[0] == events[1]
     assert [path.name for path in with_.parent.iterdir()] == ["run"]
 
@@ -107,7 +110,7 @@ def test_the_table_shows_decoded_pairs_the_schedule_and_a_summary(
     assert "learning rate over 6 updates" in shown
     pairs = [line.strip().split(" -> ") for line in shown.splitlines() if " -> " in line]
     assert len(pairs) == 8
-    assert all(target == following for (_, target), (following, _) in zip(pairs, pairs[1:], strict=False))
+    assert all(target == following for (_, target), (following, _) in itertools.pairwise(pairs))
     assert shown.strip().splitlines()[-1].startswith("preflight: all 32 checks passed in ")
 
 
