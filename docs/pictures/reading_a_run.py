@@ -178,6 +178,7 @@ def train(run: Path, *settings: str) -> None:
 def picture(run: Path, healthy: Path, target: Path) -> None:
     """Loss, gradient norm and rate of a run, and in grey those of the healthy one."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     figure = Figure(figsize=(9, 2.5), dpi=80, layout="constrained")
     panels = dict(zip(("loss", "grad_norm", "learning_rate"), figure.subplots(1, 3), strict=True))
@@ -199,8 +200,9 @@ def picture(run: Path, healthy: Path, target: Path) -> None:
     for title, (key, panel) in zip(titles, panels.items(), strict=True):
         panel.set_title(title, fontsize=8)
         panel.tick_params(labelsize=7)
-        if key != "loss":
+        if key == "learning_rate":
             panel.set_yscale("log")
+            panel.yaxis.set_minor_formatter(NullFormatter())
     figure.savefig(target, metadata={"Software": None})
 
 

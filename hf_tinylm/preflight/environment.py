@@ -36,16 +36,12 @@ def disk(subject: Subject) -> Finding:
 
 @rule("memory", "the run would be killed, or the device would run out of memory, within its first update")
 def memory(subject: Subject) -> Finding:
-    """Weights, gradients, both moments and the logits of a micro-batch fit into what the device has free."""
-    config, plan = subject.model_config, subject.trainer.plan
-    logits = plan.per_device_train_batch_size * plan.sequence_length * config.num_tokens
-    # float32 weights, gradients and moments; logits in the precision of the run, in float32, and their gradient
-    needed = 16 * config.shape.parameters + 10 * logits
+    """Float32 weights, gradients and both moments fit into what is free; activations have the check of throughput."""
+    needed = 16 * subject.model_config.shape.parameters
     if subject.device.type == "cuda":
         free = torch.cuda.mem_get_info(subject.device)[0]
     else:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        free = psutil.virtual_memory().available // here
+        free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return Finding(free >= needed, f"{free / 1e9:.2f} GB free", f"{needed / 1e9:.2f} GB, and activations")
 
 
