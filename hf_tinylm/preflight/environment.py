@@ -15,6 +15,7 @@ import torch
 from transformers.trainer_utils import IntervalStrategy
 
 from ..errors import RunStopped
+from ..planning.memory import MemorySettings, peak_memory
 from ..training.checkpoint import checkpoint_fault, list_checkpoints, read_checkpoint
 from ..training.clocks import synchronise
 from ..training.interrupt import INTERRUPT, SIGNALS
@@ -24,6 +25,8 @@ from ..training.trainer import LMTrainer
 from .checks import Finding, rule
 from .maths import LEARNS
 from .subject import Subject, existing_parent, gathered
+
+ESTIMATE_ERROR = 0.15  # of the planned peak of memory
 
 
 @rule("disk", "the run would end at a save on a full disk", on_resume=True)
@@ -36,13 +39,26 @@ def disk(subject: Subject) -> Finding:
 
 @rule("memory", "the run would be killed, or the device would run out of memory, within its first update")
 def memory(subject: Subject) -> Finding:
-    """Float32 weights, gradients and both moments fit into what is free; activations have the check of throughput."""
-    needed = 16 * subject.model_config.shape.parameters
-    if subject.device.type == "cuda":
-        free = torch.cuda.mem_get_info(subject.device)[0]
-    else:
+    """The planned peak of this process fits into what is free and what the process holds already."""
+    args, plan, config = subject.trainer.args, subject.trainer.plan, subject.config
+    on_cpu = subject.device.type != "cuda"
+    settings = MemorySettings(
+        tokens=plan.per_device_train_batch_size * plan.sequence_length,
+        sequence_length=plan.sequence_length,
+        bf16=bool(args.bf16 or args.fp16),
+        checkpointing=config.training.gradient_checkpointing,
+        eager_attention=config.model.attn_implementation == "eager",
+        document_attention=config.data.document_attention,
+        on_cpu=on_cpu,
+    )
+    needed = sum(peak_memory(subject.model_config.shape, settings).values())
+    if on_cpu:
         free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return Finding(free >= needed, f"{free / 1e9:.2f} GB free", f"{needed / 1e9:.2f} GB, and activations")
+        free += psutil.Process().memory_info().rss
+    else:
+        free = torch.cuda.mem_get_info(subject.device)[0] + torch.cuda.memory_reserved(subject.device)
+    words = f"about {needed / 1e9:.2f} GB at the peak"
+    return Finding(free >= (1 - ESTIMATE_ERROR) * needed, f"{free / 1e9:.2f} GB free or held by this process", words)
 
 
 @rule(

@@ -20,6 +20,7 @@ from ..data.pack import Pack
 from ..files import TEMPORARY_PREFIX
 from ..modeling.model import TinyLMForCausalLM
 from ..sections import RunConfig
+from ..training.source_loss import SOURCE_IDS
 from ..training.trainer import LMTrainer
 from ..training.update import Update
 
@@ -45,10 +46,9 @@ class Noted:
 
     def __init__(self, windows: Any) -> None:
         self.windows, self.asked = windows, np.empty(0, dtype=np.int64)
-        self.sequence_length = windows.sequence_length
 
-    def __len__(self) -> int:
-        return len(self.windows)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.windows, name)
 
     def batch(self, ks: Any) -> dict[str, torch.Tensor]:
         """The windows' own batch."""
@@ -124,6 +124,7 @@ class Subject:
         return {
             name: torch.cat([batch[name] for batch in batches])[:rows, :length].contiguous().to(self.device)
             for name in batches[0]
+            if name != SOURCE_IDS
         }
 
     def logits(self, model: TinyLMForCausalLM, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:

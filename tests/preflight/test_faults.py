@@ -21,10 +21,9 @@ from hf_tinylm.modeling import model as modeling
 from hf_tinylm.modeling.model import TinyLMAttention, TinyLMForCausalLM, TinyLMMLP
 from hf_tinylm.tokenization.load import save_tokenizer
 from hf_tinylm.tokenization.train import train_tokenizer
-from hf_tinylm.training import optimizer
+from hf_tinylm.training import optimizer, trainer
 from hf_tinylm.training.interrupt import Interrupt
 from hf_tinylm.training.schedule import CosineSchedule
-from hf_tinylm.training.trainer import LMTrainer
 from hf_tinylm.training.update import Update
 
 Plant = Callable[[pytest.MonkeyPatch, Path, Path], list[str]]
@@ -285,13 +284,14 @@ def signals_left_alone(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
 
 
 def windows_taken_twice(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
-    wrap(patch, LMTrainer, "_micro_batch", lambda own, self, number, row: own(self, number, row // 2))
+    wrap(patch, trainer, "micro_batches", lambda own, *args: own(*args)[:2] * 2)
     return []
 
 
 def too_little_memory(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
-    memory = namedtuple("memory", "available")
-    patch.setattr(psutil, "virtual_memory", lambda: memory(10**5))
+    memory, process = namedtuple("memory", "available"), namedtuple("process", "rss")
+    patch.setattr(psutil, "virtual_memory", lambda: memory(10**8))
+    patch.setattr(psutil.Process, "memory_info", lambda self: process(10**8))
     return []
 
 

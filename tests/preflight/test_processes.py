@@ -22,11 +22,11 @@ from hf_tinylm.errors import VerificationError
 from hf_tinylm.files import bundled
 from hf_tinylm.modeling.model import TinyLMForCausalLM
 from hf_tinylm.training import trainer as trainers
-from hf_tinylm.training.trainer import LMTrainer
 
 RANK, OUT = int(os.environ["RANK"]), Path(sys.argv[1])
 recipe = run_path(str(bundled("recipes", "pretrain.py")))["main"]
-own_init, own_plan = TinyLMForCausalLM._from_config.__func__, trainers.plan_run
+own_init = TinyLMForCausalLM._from_config.__func__
+own_plan, own_batches = trainers.plan_run, trainers.micro_batches
 
 
 def other_weights(cls, *args, **kwargs):
@@ -36,8 +36,8 @@ def other_weights(cls, *args, **kwargs):
     return model
 
 
-def same_windows(self, number, row):
-    return self.train_dataset.batch(range(2 * row, 2 * row + 2))
+def same_windows(dataset, plan, process, *rest):
+    return own_batches(dataset, plan, 0, *rest)
 
 
 def fewer_updates(args, dataset):
@@ -48,7 +48,7 @@ def fewer_updates(args, dataset):
 found = {}
 plants = {
     "weights": mock.patch.object(TinyLMForCausalLM, "_from_config", classmethod(other_weights)),
-    "windows": mock.patch.object(LMTrainer, "_micro_batch", same_windows),
+    "windows": mock.patch.object(trainers, "micro_batches", same_windows),
     "updates": mock.patch.object(trainers, "plan_run", fewer_updates),
     "none": mock.patch.dict(os.environ),
 }
