@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     from hf_tinylm.export.card import write_card
     from hf_tinylm.export.hf import add_gguf, check_engines
     from hf_tinylm.modeling.factory import new_model
+    from hf_tinylm.preflight.run import check_before_training
     from hf_tinylm.training.arguments import training_arguments
     from hf_tinylm.training.clocks import process_start
     from hf_tinylm.training.finish import run_summary, write_done
@@ -61,6 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
         export_bytes=export_bytes(model.config.shape, config.export.gguf),
         began=process_start(),
     )
+    if config.training.preflight:
+        check_before_training(trainer, pack, config)
     trainer.train()
 
     run, final = trainer.output_dir, trainer.output_dir / "final"
