@@ -71,6 +71,24 @@ class SourceSection:
 
 
 @dataclass
+class ConversationSource:
+    """One source of conversations: rows with a list of messages, each with `role` and `content`.
+
+    `path` is a JSONL, Parquet or Arrow file, a glob, a folder, `bundled:NAME` (of the folder recipes), or a `datasets`
+    name with `config` and `split`.
+    """
+
+    name: str
+    path: str
+    licence: str = "unknown"
+    config: str | None = None
+    split: str = "train"
+    messages_column: str = "messages"
+    epochs: float | None = None  # how often its conversations are taken, such as 0.5 or 3; None without share: once
+    share: float | None = None  # its part of the supervised tokens of all sources, such as 0.2; repeated if too few
+
+
+@dataclass
 class DataSection:
     """Where the shards are, what they are made of, and how windows are cut from them."""
 
@@ -85,6 +103,11 @@ class DataSection:
     shuffle_seed: int = 42
     pack_tokens: int | None = None  # ids of the whole pack, for sources with a weight; None: no source is repeated
     sources: list[SourceSection] = field(default_factory=list)
+    conversations: list[ConversationSource] = field(default_factory=list)  # what recipes/sft.py trains on
+    test_conversations: list[ConversationSource] = field(default_factory=list)  # and what its test loss is over
+    assistant_only_loss: bool = True  # false: every token of a conversation is a target, prompts too
+    packing: bool = True  # several whole conversations in a window; false: one, padded
+    truncation: Literal["drop", "left", "turns"] = "drop"  # of a conversation longer than sequence_length
 
 
 @dataclass
@@ -93,6 +116,7 @@ class TrainingSection:
 
     output_dir: str | None = None
     train_tokens: int | Literal["epoch"] = "epoch"
+    epochs: float = 1.0  # passes over the data when train_tokens is epoch
     global_batch_tokens: int = 524_288
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int | None = None  # None: as in training

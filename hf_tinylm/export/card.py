@@ -10,17 +10,36 @@ import yaml
 from ..files import write_text
 
 
-def write_card(folder: Path, name: str, facts: dict[str, Any], sources: dict[str, dict[str, Any]]) -> None:
+_BASE = (
+    "A base language model trained from scratch with hf_tinylm. It continues text; it was not tuned to chat, to follow\n"
+    "instructions or to be safe, and it states falsehoods fluently."
+)
+_CHAT = (
+    "A small language model tuned on conversations with hf_tinylm. It answers in the ChatML format; it was not made safe,\n"
+    "and it states falsehoods fluently."
+)
+_CONTINUE = """ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))"""
+_ANSWER = """messages = [{"role": "user", "content": "Who are you?"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+reply = model.generate(**inputs, max_new_tokens=100)[0, inputs["input_ids"].shape[1] :]
+print(tokenizer.decode(reply, skip_special_tokens=True))"""
+
+
+def write_card(
+    folder: Path, name: str, facts: dict[str, Any], sources: dict[str, dict[str, Any]], chat: bool = False
+) -> None:
     """Write `folder/README.md` with valid Hub metadata.
 
     Args:
         facts: rows of the table, in order.
         sources: `{name: {ids, documents, licence}}` as in the shard manifest.
+        chat: a model tuned on conversations.
     """
     metadata = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["hf_tinylm", "text-generation"],
+        "tags": ["hf_tinylm", "text-generation", *(["conversational"] if chat else [])],
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     data = "\n".join(
@@ -35,8 +54,7 @@ def write_card(folder: Path, name: str, facts: dict[str, Any], sources: dict[str
 
 # {name}
 
-A base language model trained from scratch with hf_tinylm. It continues text; it was not tuned to chat, to follow
-instructions or to be safe, and it states falsehoods fluently.
+{_CHAT if chat else _BASE}
 
 | | |
 |---|---|
@@ -55,8 +73,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 model = AutoModelForCausalLM.from_pretrained("PATH")
-ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
-print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))
+{_ANSWER if chat else _CONTINUE}
 ```
 """,
     )

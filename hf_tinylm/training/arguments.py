@@ -33,7 +33,7 @@ HONOURED = frozenset(
 )
 
 REFUSED: dict[str, str] = {
-    "num_train_epochs": "give train_tokens (or train_tokens: epoch)",
+    "num_train_epochs": "give train_tokens (or train_tokens: epoch, and epochs)",
     "max_steps": "give train_tokens; the updates follow from it and global_batch_tokens",
     "gradient_accumulation_steps": "it follows from global_batch_tokens and per_device_train_batch_size",
     "average_tokens_across_devices": "the loss is always divided by the targets of all processes",
@@ -109,6 +109,7 @@ class LMTrainingArguments(TrainingArguments):
 
     global_batch_tokens: int = 524_288
     train_tokens: int | Literal["epoch"] = "epoch"
+    epochs: float = 1.0
     min_lr_ratio: float = 0.1
     save_minutes: float | None = None
     save_best: bool = False
@@ -159,10 +160,20 @@ class LMTrainingArguments(TrainingArguments):
 
 
 def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:
-    """Updates, windows and micro-batches of a run on `train_dataset`."""
+    """Updates, windows and micro-batches of a run on `train_dataset`.
+
+    Windows of conversations say how many positions a budget of targets takes (`positions_of`, `targets_of`); in all
+    others each position is a target.
+    """
     length = int(train_dataset.sequence_length)
-    budget = len(train_dataset) * length if args.train_tokens == "epoch" else int(args.train_tokens)
-    return plan_updates(budget, args.global_batch_tokens, length, args.per_device_train_batch_size, args.world_size)
+    positions_of = getattr(train_dataset, "positions_of", int)
+    if args.train_tokens == "epoch":
+        budget = round(args.epochs * (len(train_dataset) * length))
+    else:
+        budget = positions_of(int(args.train_tokens))
+    plan = plan_updates(budget, args.global_batch_tokens, length, args.per_device_train_batch_size, args.world_size)
+    masked = budget - getattr(train_dataset, "targets_of", int)(budget)
+    return dataclasses.replace(plan, masked_tokens=masked)
 
 
 def accelerator_present() -> bool:
@@ -245,7 +256,7 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
 _SAME_NAME = (
     *("save_minutes", "save_total_limit", "save_best", "milestone_steps", "save_in_background", "init_from"),
     *("init_optimizer", "nonfinite", "nonfinite_limit", "stop_after_updates", "max_hours", "max_cost"),
-    *("price_per_hour", "note", "expect", "fp16"),
+    *("price_per_hour", "note", "expect", "fp16", "epochs"),
 )
 
 
