@@ -179,6 +179,10 @@ class ExportSection:
 
     gguf: list[Literal["f32", "f16"]] = field(default_factory=list)
     verify: bool = False
+    licence: str | None = None  # of the weights, as the Hub spells it: apache-2.0; None: the card says none was chosen
+    push_to_hub: bool = False  # upload final folder, GGUF files and card at the end; checked before the first update
+    hub_model_id: str | None = None  # USER/NAME; None: the name of the run under the user of the access token
+    hub_private_repo: bool = True  # an existing public repository stops a private push
 
 
 @dataclass
