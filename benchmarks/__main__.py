@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .machine import machine
 
-NAMES = ("overhead", "stall", "train", "prepare")
+NAMES = ("overhead", "stall", "train", "prepare", "eval")
 
 
 def main() -> None:
