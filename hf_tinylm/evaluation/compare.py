@@ -11,7 +11,6 @@ import numpy as np
 from ..errors import ConfigError, ContractError
 
 RESAMPLES = 10_000
-_AT_ONCE = 2**22  # counts of items held in memory
 _SAME_TEXT = "Score both on the same raw text in bits per byte: hf-tinylm eval --compare A B --text FILE"
 
 Report = dict[str, Any]
@@ -68,13 +67,12 @@ def paired_bootstrap(a: Columns, b: Columns, seed: int, resamples: int = RESAMPL
     """
     generator, items = np.random.default_rng(seed), len(a[0])
     table = np.stack([*a, *b], axis=1).astype(np.float64)  # (n, 4)
-    differences = []
-    step = max(1, _AT_ONCE // items)
-    for start in range(0, resamples, step):
-        counts = generator.multinomial(items, np.full(items, 1 / items), size=min(step, resamples - start))
+    differences = np.empty(resamples)
+    for number in range(resamples):
+        counts = np.bincount(generator.integers(items, size=items), minlength=items)
         sums = counts @ table
-        differences.append(sums[:, 2] / sums[:, 3] - sums[:, 0] / sums[:, 1])
-    low, high = np.quantile(np.concatenate(differences), [0.025, 0.975])
+        differences[number] = sums[2] / sums[3] - sums[0] / sums[1]
+    low, high = np.quantile(differences, [0.025, 0.975])
     return float(low), float(high)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from hf_tinylm.errors import DataError, TokenizerError
 from hf_tinylm.evaluation.likelihood import CausalLMEngine, Span, encode_pairs
@@ -51,11 +51,18 @@ def gemma2() -> PreTrainedModel:
     return Gemma2ForCausalLM(Gemma2Config(vocab_size=VOCAB, num_key_value_heads=1, head_dim=16, **shape, **limits))
 
 
+def mistral() -> PreTrainedModel:
+    """A plain head over a sliding window of 8: the cache forgets."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    limits = {"sliding_window": 8, "max_position_embeddings": 64}
+    return MistralForCausalLM(MistralConfig(vocab_size=VOCAB, num_key_value_heads=1, **shape, **limits))
+
+
 def ours() -> PreTrainedModel:
     return new_model(ModelSection(32, 2, 4, 2, 48, pad_vocab_to_multiple_of=40), VOCAB, 64, seed=1)
 
 
-@pytest.mark.parametrize("make", [ours, gpt2, gemma2])
+@pytest.mark.parametrize("make", [ours, gpt2, gemma2, mistral])
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_every_span_has_the_log_probabilities_of_a_reference_without_cache_padding_or_batch(
     make: Callable[[], PreTrainedModel], batch_size: int
