@@ -42,17 +42,21 @@ def evaluate_pack(engine: Engine, pack: Pack, eval_tokens: int, progress: bool =
     window = pack.validation.sequence_length
     windows = min(len(pack.validation), max(1, eval_tokens // window))
     ids = pack.validation.gather(np.arange(windows))
-    scores = engine.score([[Span(tuple(row), 1)] for row in ids.tolist()], progress)
+    separator = pack.validation.separator
+    scores = engine.score([document_spans(row, separator) for row in ids.tolist()], progress)
     records: list[dict[str, Any]] = [
-        {"item": number, "nats": -found[0].total, "tokens": found[0].tokens} for number, found in enumerate(scores)
+        {"item": number, "nats": -sum(part.total for part in found), "tokens": window}
+        for number, found in enumerate(scores)
     ]
     if pack.token_bytes is not None:
         for record, size in zip(records, pack.token_bytes[ids[:, 1:]].sum(axis=1).tolist(), strict=True):
             record["bytes"] = size
     rule = PACK_RULE.format(window=window)
+    if separator is not None:
+        rule += "; targets attend only inside their document"
     results = _model_results(records, records, rule, "; separators cost nats and have no bytes")
     results |= _count_results(pack, ids[:, :-1].ravel(), ids[:, 1:].ravel(), results)
-    identity = {**pack.identity, "windows": windows, "window": window}
+    identity = {**pack.identity, "windows": windows, "window": window, "separator": separator}
     return {
         "items": windows,
         "tokens": windows * window,
@@ -119,6 +123,16 @@ def evaluate_text(
         "ids_sha256": sha256_of_json([ids, window, stride]),
         "records": records,
     }
+
+
+def document_spans(window: Sequence[int], separator: int | None) -> list[Span]:
+    """A window of ids (T+1,) as one span, or as one for each document in it where a separator keeps them apart.
+
+    A document begins at its separator, which its predecessor predicts.
+    """
+    begins = [0, *(place for place in range(1, len(window) - 1) if window[place] == separator)]
+    ends = [*begins[1:], len(window) - 1]
+    return [Span(tuple(window[begin : end + 1]), 1) for begin, end in zip(begins, ends, strict=True)]
 
 
 def rolling_spans(ids: Sequence[int], start: int, window: int, stride: int) -> list[Span]:

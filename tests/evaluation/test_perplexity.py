@@ -24,7 +24,7 @@ from hf_tinylm.evaluation.perplexity import evaluate_pack, evaluate_text, rollin
 from hf_tinylm.evaluation.rows import text_documents
 from hf_tinylm.modeling.factory import new_model
 from hf_tinylm.modeling.model import TinyLMForCausalLM
-from hf_tinylm.modeling.stock import save_stock_model
+from hf_tinylm.modeling.stock import save_stock_model, stock_model
 from hf_tinylm.tokenization.encoder import FastEncoder
 from hf_tinylm.tokenization.load import load_tokenizer, tokenizer_sha256
 
@@ -66,6 +66,25 @@ def test_loss_and_bits_per_byte_equal_a_plain_float64_reference(pack: Pack, mode
     assert found["results"]["loss"]["stderr"] == pytest.approx(expected, rel=1e-4)
     low, high = found["results"]["loss"]["interval"]
     assert high - low == pytest.approx(2 * 1.96 * expected, rel=1e-4)
+
+
+def test_document_attention_scores_each_document_alone(tiny_config: Path, model: TinyLMForCausalLM) -> None:
+    pack = open_pack(load_config(str(tiny_config), ["--document_attention"]))
+    total, documents = 0.0, 0
+    for window in pack.validation.gather(np.arange(20)).tolist():
+        begins = sorted({0, *(place for place, token in enumerate(window[:-1]) if token == 0)})
+        for begin, end in zip(begins, [*begins[1:], 32], strict=True):
+            with torch.no_grad():
+                logits = model.eval()(torch.tensor([window[begin:end]])).logits[0]
+            expected = torch.tensor(window[begin + 1 : end + 1])
+            total += float(functional.cross_entropy(logits, expected, reduction="sum"))
+            documents += 1
+    assert documents > 20
+    for scored in (model, stock_model(model)):
+        found = evaluate_pack(CausalLMEngine(scored), pack, 20 * 32)
+        assert found["tokens"] == sum(record["tokens"] for record in found["records"]) == 640
+        assert found["results"]["loss"]["value"] == pytest.approx(total / 640, abs=1e-5)
+        assert "inside their document" in found["results"]["loss"]["rule"]
 
 
 def test_more_tokens_than_there_are_scores_what_there_is(pack: Pack, model: TinyLMForCausalLM) -> None:
