@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from hf_tinylm.errors import DataError, TokenizerError
 from hf_tinylm.evaluation.likelihood import CausalLMEngine, Span, encode_pairs
