@@ -243,7 +243,7 @@ def test_two_processes_give_what_one_gives_and_one_of_them_speaks(
     command = ["eval", "model", "--text", "text.jsonl", "--json", "--device", "cpu", "--output_dir", "out"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     found = []
-    for launcher in ([], ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]):
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
         run = [sys.executable, *launcher, "-m", "hf_tinylm.cli", *command]
         result = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170)
         assert result.returncode == 0, result.stderr
