@@ -191,10 +191,6 @@ def _lines(report: dict[str, Any]) -> list[str]:
     if report.get("truncated"):
         lines.append(f"  {report['truncated']:,} endings had their context cut to what the model reads")
     lines += _result_lines(report["results"])
-    sources = report.get("sources", {})
-    for source, found in sources.items() if len(sources) > 1 else ():
-        lines.append(f"{source}: {found['items']:,} documents, {found['tokens']:,} tokens, {found['bytes']:,} bytes")
-        lines += _result_lines(found["results"])
     return lines
 
 

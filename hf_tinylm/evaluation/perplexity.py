@@ -24,6 +24,7 @@ STRIDED_RULE = (
     "scored once, with at least {kept} tokens before it from the second window on"
 )
 _BYTES_RULE = "; nats / ln 2 / bytes of UTF-8 text"
+_NO_BYTES = "; separators cost nats and have no bytes"
 _RAW_WINDOW = 1024  # of a model that names no limit
 
 
@@ -33,7 +34,8 @@ def evaluate_pack(engine: Engine, pack: Pack, eval_tokens: int, progress: bool =
     Returns:
         `items` (windows), `tokens`, `records` (nats and tokens of each window, bytes where they are known), hashes,
         and `results` {metric: {value, stderr, interval, rule}}: `loss` (nats per token), `perplexity` and
-        `bits_per_byte` of the model; `uniform`, `unigram` and `kneser_ney_bigram` counts of the training shards.
+        `bits_per_byte` of the model, `loss/NAME` and `bits_per_byte/NAME` of each source; `uniform`, `unigram` and
+        `kneser_ney_bigram` counts of the training shards.
 
     Raises:
         TokenizerError: the model has another tokenizer than the pack.
@@ -44,17 +46,16 @@ def evaluate_pack(engine: Engine, pack: Pack, eval_tokens: int, progress: bool =
     ids = pack.validation.gather(np.arange(windows))
     separator = pack.validation.separator
     scores = engine.score([document_spans(row, separator) for row in ids.tolist()], progress)
-    records: list[dict[str, Any]] = [
-        {"item": number, "nats": -sum(part.total for part in found), "tokens": window}
-        for number, found in enumerate(scores)
-    ]
-    if pack.token_bytes is not None:
-        for record, size in zip(records, pack.token_bytes[ids[:, 1:]].sum(axis=1).tolist(), strict=True):
-            record["bytes"] = size
+    nats = -np.stack([np.concatenate([part.logprobs for part in found]) for found in scores]).astype(np.float64)
+    sizes = None if pack.token_bytes is None else pack.token_bytes[ids[:, 1:]]
     rule = PACK_RULE.format(window=window)
     if separator is not None:
         rule += "; targets attend only inside their document"
-    results = _model_results(records, records, rule, "; separators cost nats and have no bytes")
+    records = _window_records(nats, sizes, np.ones(nats.shape, dtype=bool))
+    results = _model_results(records, records, rule + _NO_BYTES)
+    sources = pack.validation.target_sources(np.arange(windows))
+    for number, name in enumerate(pack.validation.source_names):
+        results |= _of_source(name, own := _window_records(nats, sizes, sources == number), own, rule)
     results |= _count_results(pack, ids[:, :-1].ravel(), ids[:, 1:].ravel(), results)
     identity = {**pack.identity, "windows": windows, "window": window, "separator": separator}
     return {
@@ -84,7 +85,7 @@ def evaluate_text(
         pack: its training shards are counted for the unigram and bigram baselines.
 
     Returns:
-        As `evaluate_pack`, with `sources` {name: {tokens, bytes, items, results}}; a record is a document.
+        As `evaluate_pack`; a record is a document, with its source and bytes.
 
     Raises:
         ConfigError: a window or stride that the model does not allow.
@@ -112,12 +113,15 @@ def evaluate_text(
         )
     rule = (APART_RULE if stride == window else STRIDED_RULE).format(window=window, stride=stride, kept=window - stride)
     results = _model_results(records, parts, rule)
+    sources = list(dict.fromkeys(document.source for document in documents))
+    for source in sources if len(sources) > 1 else ():
+        own, own_parts = ([row for row in rows if row["source"] == source] for rows in (records, parts))
+        results |= _of_source(source, own, own_parts, rule)
     results |= _text_baselines(engine, pack, ids, len(front), results)
     return {
         "items": len(records),
         "tokens": sum(record["tokens"] for record in records),
         "results": results,
-        "sources": _by_source(records, parts, rule),
         "rule": {"window": window, "stride": stride, "text": "raw"},
         "items_sha256": sha256_of_json([[document.source, document.text] for document in documents]),
         "ids_sha256": sha256_of_json([ids, window, stride]),
@@ -163,7 +167,7 @@ def _checked_window(engine: Engine, window: int | None, stride: int | None) -> t
 
 
 def _model_results(
-    records: list[dict[str, Any]], parts: list[dict[str, Any]], rule: str, about_bytes: str = ""
+    records: list[dict[str, Any]], parts: list[dict[str, Any]], rule: str
 ) -> dict[str, Any]:
     """`loss` and `perplexity` with their error over `parts` (windows), `bits_per_byte` with its over `records`."""
     found = compute(
@@ -178,7 +182,7 @@ def _model_results(
             predictions=[record["nats"] for record in records],
             references=[record["bytes"] for record in records],
         )
-        results["bits_per_byte"] = result(bits, "bits_per_byte", rule + _BYTES_RULE + about_bytes)
+        results["bits_per_byte"] = result(bits, "bits_per_byte", rule + _BYTES_RULE)
         if len(records) == 1 and found["loss_stderr"] is not None:  # one document: its windows tell how sure it is
             scale = found["tokens"] / (math.log(2) * bits["bytes"])
             results["bits_per_byte"]["stderr"] = found["loss_stderr"] * scale
@@ -186,17 +190,24 @@ def _model_results(
     return results
 
 
-def _by_source(records: list[dict[str, Any]], parts: list[dict[str, Any]], rule: str) -> dict[str, Any]:
-    found = {}
-    for source in dict.fromkeys(record["source"] for record in records):
-        own = [record for record in records if record["source"] == source]
-        found[source] = {
-            "items": len(own),
-            "tokens": sum(record["tokens"] for record in own),
-            "bytes": sum(record["bytes"] for record in own),
-            "results": _model_results(own, [part for part in parts if part["source"] == source], rule),
-        }
-    return found
+def _of_source(
+    source: str, records: list[dict[str, Any]], parts: list[dict[str, Any]], rule: str
+) -> dict[str, dict[str, Any]]:
+    """`loss/SOURCE` and `bits_per_byte/SOURCE` of the targets of one source; nothing when it has none."""
+    if not parts:
+        return {}
+    tokens = sum(part["tokens"] for part in parts)
+    found = _model_results(records, parts, f"{rule}; the {tokens:,} tokens of {source}")
+    return {f"{name}/{source}": found[name] for name in ("loss", "bits_per_byte") if name in found}
+
+
+def _window_records(nats: np.ndarray, sizes: np.ndarray | None, own: np.ndarray) -> list[dict[str, Any]]:
+    """The record of each window that has targets among `own` (n, T), from losses and bytes of each target (n, T)."""
+    columns = {"nats": np.where(own, nats, 0.0).sum(axis=1), "tokens": own.sum(axis=1)}
+    if sizes is not None:
+        columns["bytes"] = np.where(own, sizes, 0).sum(axis=1)
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True)]
+    return [{"item": number, **row} for number, row in enumerate(rows) if row["tokens"]]
 
 
 def _text_baselines(

@@ -8,9 +8,11 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.nn import functional
@@ -18,6 +20,8 @@ from torch.nn import functional
 from hf_tinylm.config import load_config
 from hf_tinylm.data.pack import Pack, open_pack
 from hf_tinylm.data.records import Document
+from hf_tinylm.data.target_sources import TargetSources
+from hf_tinylm.data.windows import TokenWindows
 from hf_tinylm.errors import ConfigError, DataError, TokenizerError
 from hf_tinylm.evaluation.likelihood import CausalLMEngine
 from hf_tinylm.evaluation.perplexity import evaluate_pack, evaluate_text, rolling_spans
@@ -85,6 +89,41 @@ def test_document_attention_scores_each_document_alone(tiny_config: Path, model:
         assert found["tokens"] == sum(record["tokens"] for record in found["records"]) == 640
         assert found["results"]["loss"]["value"] == pytest.approx(total / 640, abs=1e-5)
         assert "inside their document" in found["results"]["loss"]["rule"]
+
+
+def test_losses_of_sources_are_means_over_their_targets_with_the_error_of_a_ratio(
+    pack: Pack, model: TinyLMForCausalLM
+) -> None:
+    """The error against a bootstrap over windows."""
+    names = ["a", "b", "none"]
+    marked = [
+        replace(shard, sources=pa.array([names[row % 2] for row in range(shard.rows)]))
+        for shard in pack.shards.validation
+    ]
+    streams = [shard.ids for shard in marked]
+    validation = TokenWindows(streams, 32, "sequential", 0, sources=TargetSources(marked, names))
+    found = evaluate_pack(CausalLMEngine(model), replace(pack, validation=validation), 60 * 32)["results"]
+    ids = torch.from_numpy(validation.gather(range(60)))
+    with torch.no_grad():
+        logits = model(ids[:, :-1]).logits.double()
+    each = functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").numpy()
+    sources = validation.target_sources(range(60))
+    assert {name for name in found if name.startswith("loss/")} == {"loss/a", "loss/b"}
+    assert pack.token_bytes is not None
+    total = 0.0
+    generator = np.random.default_rng(0)
+    for number, name in enumerate(names[:2]):
+        own = sources == number
+        nats, counts = np.where(own, each, 0).sum(axis=1), own.sum(axis=1)
+        assert 0 < counts.sum() < 60 * 32
+        assert found[f"loss/{name}"]["value"] == pytest.approx(nats.sum() / counts.sum(), rel=1e-5)
+        size = pack.token_bytes[ids[:, 1:].numpy()][own].sum()
+        assert found[f"bits_per_byte/{name}"]["value"] == pytest.approx(nats.sum() / math.log(2) / size, rel=1e-5)
+        total += found[f"loss/{name}"]["value"] * counts.sum()
+        drawn = generator.integers(0, 60, (4_000, 60))
+        spread = (nats[drawn].sum(1) / counts[drawn].sum(1)).std()
+        assert found[f"loss/{name}"]["stderr"] == pytest.approx(spread, rel=0.1)
+    assert total / (60 * 32) == pytest.approx(found["loss"]["value"], abs=1e-6)
 
 
 def test_more_tokens_than_there_are_scores_what_there_is(pack: Pack, model: TinyLMForCausalLM) -> None:
@@ -177,13 +216,10 @@ def test_raw_text_equals_a_plain_reference_per_source_and_in_total(
     assert found["tokens"] == sum(sizes)
     assert found["results"]["loss"]["value"] == pytest.approx(sum(nats) / sum(sizes), abs=1e-5)
     assert found["results"]["bits_per_byte"]["value"] == pytest.approx(sum(nats) / math.log(2) / sum(sizes), abs=1e-5)
-    assert {name: (part["items"], part["bytes"]) for name, part in found["sources"].items()} == {
-        "a": (2, sizes[0] + sizes[2]),
-        "b": (2, sizes[1] + sizes[3]),
-        "c": (1, sizes[4]),
-    }
     of_a = (nats[0] + nats[2]) / (sizes[0] + sizes[2])
-    assert found["sources"]["a"]["results"]["loss"]["value"] == pytest.approx(of_a, abs=1e-5)
+    assert found["results"]["loss/a"]["value"] == pytest.approx(of_a, abs=1e-5)
+    assert found["results"]["bits_per_byte/c"]["value"] == pytest.approx(nats[4] / math.log(2) / sizes[4], abs=1e-5)
+    assert f"the {sizes[1] + sizes[3]} tokens of b" in found["results"]["loss/b"]["rule"]
     assert found["results"]["uniform_loss"]["value"] == pytest.approx(math.log(260))
     assert "non-overlapping windows of 40 tokens" in found["results"]["loss"]["rule"]
     overlapping = evaluate_text(byte_engine, DOCUMENTS, 40, 10)["results"]["loss"]
