@@ -166,9 +166,7 @@ def _checked_window(engine: Engine, window: int | None, stride: int | None) -> t
     return window, stride
 
 
-def _model_results(
-    records: list[dict[str, Any]], parts: list[dict[str, Any]], rule: str
-) -> dict[str, Any]:
+def _model_results(records: list[dict[str, Any]], parts: list[dict[str, Any]], rule: str) -> dict[str, Any]:
     """`loss` and `perplexity` with their error over `parts` (windows), `bits_per_byte` with its over `records`."""
     found = compute(
         "token_weighted_perplexity",
