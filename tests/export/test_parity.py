@@ -13,7 +13,7 @@ import pytest
 
 from hf_tinylm.errors import ConfigError, VerificationError
 from hf_tinylm.export import gguf as gguf_module
-from hf_tinylm.export import gguf_tokenizer, parity
+from hf_tinylm.export import gguf_splits, parity
 from hf_tinylm.export.gguf import write_gguf
 from hf_tinylm.export.llamacpp import Continuation
 from hf_tinylm.export.parity import ParityReport, random_unicode_strings, verify_gguf
@@ -82,8 +82,7 @@ def replace_metadata(monkeypatch: pytest.MonkeyPatch, method: str, value: Any) -
 
 def wrong_pre(label: str) -> Callable[[pytest.MonkeyPatch], None]:
     def apply(monkeypatch: pytest.MonkeyPatch) -> None:
-        regexes = dict.fromkeys(gguf_tokenizer.PRE_TOKENIZERS, label)
-        monkeypatch.setattr(gguf_tokenizer, "PRE_TOKENIZERS", regexes)
+        monkeypatch.setattr(gguf_splits, "PRE_TOKENIZERS", dict.fromkeys(gguf_splits.PRE_TOKENIZERS, label))
 
     return apply
 
