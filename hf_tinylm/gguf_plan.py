@@ -109,15 +109,15 @@ class GGUFPlan:
     @property
     def fallbacks(self) -> dict[str, int]:
         """Tensors that do not get the type they should, by both types, such as {"Q4_K -> Q5_0": 192}."""
-        changed = (f"{planned.wanted} -> {planned.stored}" for planned in self.tensors if planned.wanted != planned.stored)
+        changed = (
+            f"{planned.wanted} -> {planned.stored}" for planned in self.tensors if planned.wanted != planned.stored
+        )
         return dict(sorted(Counter(changed).items()))
 
     def lines(self) -> list[str]:
         """The plan for people: a line on the file, and one on tensors that get another type than asked for."""
         types = ", ".join(f"{count} {kind}" for kind, count in self.tensor_types.items())
-        found = [
-            f"plan {self.file_type}: {self.bytes:,} bytes, {self.bits_per_weight:.2f} bits per weight ({types})"
-        ]
+        found = [f"plan {self.file_type}: {self.bytes:,} bytes, {self.bits_per_weight:.2f} bits per weight ({types})"]
         if self.fallbacks:
             changed = ", ".join(f"{count} {change}" for change, count in self.fallbacks.items())
             found.append(

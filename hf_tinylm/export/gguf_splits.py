@@ -82,7 +82,9 @@ def adds_bos(tokenizer: dict[str, Any], bos_token: str | None) -> bool:
         kind = step.get("type")
         if kind == "ByteLevel" or (kind == "TemplateProcessing" and not step.get("special_tokens")):
             continue
-        pieces = [next(iter(piece.items())) for piece in step.get("single") or []] if kind == "TemplateProcessing" else []
+        pieces = (
+            [next(iter(piece.items())) for piece in step.get("single") or []] if kind == "TemplateProcessing" else []
+        )
         shape = [(name, value.get("id")) for name, value in pieces]
         if bos_token is None or shape != [("SpecialToken", bos_token), ("Sequence", "A")]:
             raise ExportError(

@@ -118,5 +118,3 @@ def _rope_theta(config: dict[str, Any]) -> float:
             f"config.json gives {sorted(given) or 'no'} rope_theta; exactly one is needed, in rope_parameters or alone."
         )
     return given.pop()
-
-

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from ..errors import ExportError, MissingExtraError
 from ..files import atomic_file
+from .llamacpp import how_it_ended
 
 
 def check_quantizer() -> None:
@@ -35,17 +35,14 @@ def quantize_file(source: Path, output: Path, file_type: int) -> None:
     with atomic_file(output) as temporary:
         request = {"source": str(source), "output": str(temporary), "file_type": file_type}
         done = subprocess.run(
-            [sys.executable, "-m", __name__], input=json.dumps(request), capture_output=True, text=True, errors="replace"
+            [sys.executable, "-m", __name__],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            errors="replace",
         )
         if done.returncode or not temporary.is_file():
-            raise ExportError(f"llama.cpp did not quantize {output.name}: {_reason(done)}")
-
-
-def _reason(done: subprocess.CompletedProcess[str]) -> str:
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it printed nothing"]
-    told = next((line for line in lines if "failed to quantize" in line or "GGML_ASSERT" in line), lines[-1])
-    code = done.returncode
-    return f"{told} ({f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'})"
+            raise ExportError(f"llama.cpp did not quantize {output.name}: {how_it_ended(done.returncode, done.stderr)}")
 
 
 def _quantize_in_child() -> int:
