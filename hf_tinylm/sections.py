@@ -77,6 +77,7 @@ class DataSection:
     shards: str | None = None
     sequence_length: int = 1024
     window_order: Literal["permutation", "random"] = "permutation"
+    document_attention: bool = False  # true: targets attend only inside their document, and positions restart there
     validation_fraction: float = 0.01
     shard_ids: int = 2**24
     num_workers: int | None = None  # encoding processes; None: one per core; 1, or little text: this process alone

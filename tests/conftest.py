@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 import os
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -55,3 +64,82 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_from_config(load_config(str(path)), progress=False)
     prepare(load_config(str(path)), progress=False)
     return path
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A Hub on the loopback interface; clients are processes of their own, since they read its address when imported.
+
+    Repositories lie as folders under `root`: `models/NAMESPACE/NAME/files`, `datasets/NAMESPACE/NAME/files`. The user
+    of `env` may write to the namespaces tester and lab.
+    """
+
+    url: str
+    root: Path
+    env: dict[str, str]
+
+    def files(self, repo_id: str, kind: str = "datasets") -> Path:
+        """Where the files of a repository lie; `kind` is datasets or models."""
+        return self.root / kind / repo_id / "files"
+
+    def add(self, repo_id: str, *paths: Path, kind: str = "datasets", private: bool = False) -> Path:
+        """Make a repository of copies of files and folders; an earlier one of that name is replaced."""
+        files = self.files(repo_id, kind)
+        shutil.rmtree(files.parent, ignore_errors=True)
+        files.mkdir(parents=True)
+        for path in paths:
+            shutil.copytree(path, files / path.name) if path.is_dir() else shutil.copy(path, files)
+        (files.parent / "repo.json").write_text(json.dumps({"private": private}), encoding="utf-8")
+        return files
+
+    def is_private(self, repo_id: str, kind: str = "datasets") -> bool:
+        """The visibility as the server has it."""
+        return bool(json.loads((self.root / kind / repo_id / "repo.json").read_text())["private"])
+
+    @contextmanager
+    def faults(self, *faults: dict[str, Any]) -> Iterator[None]:
+        """Let requests fail inside the block: see `Fault` in hub_server.py for the keys."""
+        self._control("PUT", "faults", list(faults))
+        try:
+            yield
+        finally:
+            self._control("PUT", "faults", [])
+
+    def requests(self) -> list[dict[str, Any]]:
+        """What was asked since the last call: {"request": "GET /api/...", "status": 200}, a broken connection is -1."""
+        found: list[dict[str, Any]] = self._control("GET", "requests")
+        self._control("DELETE", "requests")
+        return found
+
+    def run(self, *arguments: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run `python ARGUMENTS...` as a client of this Hub."""
+        command, variables = [sys.executable, *arguments], {**self.env, **env}
+        return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=timeout, check=False)
+
+    def cli(self, *arguments: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run `hf-tinylm ARGUMENTS...` as a client of this Hub."""
+        return self.run("-m", "hf_tinylm.cli", *arguments, timeout=timeout, **env)
+
+    def _control(self, method: str, what: str, value: Any = None) -> Any:
+        body = json.dumps(value).encode() if value is not None else None
+        request = urllib.request.Request(f"{self.url}/_control/{what}", body, method=method)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+
+@pytest.fixture(scope="session")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    """A running Hub without repositories, and an empty cache for its clients."""
+    folder = tmp_path_factory.mktemp("hub")
+    server = Path(__file__).with_name("hub_server.py")
+    process = subprocess.Popen(
+        [sys.executable, str(server), str(folder / "root")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    client = {"HF_ENDPOINT": url, "HF_TOKEN": "hf_x", "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
+    quiet = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    yield Hub(url, folder / "root", {**os.environ, **client, **quiet, "PYTHONPATH": str(server.parents[1])})
+    process.stdin.close()
+    process.wait(timeout=30)

@@ -10,8 +10,8 @@ import numpy as np
 from ..errors import ConfigError, DataError, TokenizerError
 from ..sections import RunConfig
 from ..tokenization.load import backend_json, is_byte_level, load_tokenizer, token_byte_lengths, tokenizer_sha256
-from .shards import Shards, load_shards
-from .windows import TokenWindows
+from .shards import Shard, Shards, load_shards
+from .windows import TokenWindows, WindowOrder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -71,13 +71,14 @@ def open_pack(config: RunConfig, verify: bool = True) -> Pack:
         raise DataError(
             f"{config.data.shards} has no validation shards. Write it again with a validation_fraction above 0."
         )
+    separator = int(shards.manifest["separator"]["id"]) if config.data.document_attention else None
+
+    def windows(split: list[Shard], order: WindowOrder) -> TokenWindows:
+        return TokenWindows([s.ids for s in split], length, order, seed, [s.name for s in split], separator)
+
     return Pack(
         tokenizer,
         shards,
-        TokenWindows(
-            [s.ids for s in shards.train], length, config.data.window_order, seed, [s.name for s in shards.train]
-        ),
-        TokenWindows(
-            [s.ids for s in shards.validation], length, "sequential", seed, [s.name for s in shards.validation]
-        ),
+        windows(shards.train, config.data.window_order),
+        windows(shards.validation, "sequential"),
     )

@@ -15,6 +15,16 @@ from .permutation import hash_counters, key_of, permute
 WindowOrder = Literal["permutation", "random", "sequential"]
 
 
+def document_positions(ids: np.ndarray, separator: int) -> np.ndarray:
+    """Place of each id within its document, int64 of the shape of `ids` (n, T).
+
+    Counting begins anew at each separator, which is the first id of a document, and at the beginning of a row: what
+    stood before it is not seen.
+    """
+    places = np.arange(ids.shape[-1])
+    return places - np.maximum.accumulate(np.where(ids == separator, places, 0), axis=-1)
+
+
 class TokenWindows(Dataset[dict[str, torch.Tensor]]):
     """Windows cut from token streams, each supervising exactly T = `sequence_length` targets.
 
@@ -33,6 +43,7 @@ class TokenWindows(Dataset[dict[str, torch.Tensor]]):
         order: see above.
         seed: any integer.
         names: what `describe` calls the streams; their indices when absent.
+        separator: the first id of each document; when given, `batch` adds positions that keep documents apart.
 
     Raises:
         DataError: no stream holds a single window.
@@ -45,6 +56,7 @@ class TokenWindows(Dataset[dict[str, torch.Tensor]]):
         order: WindowOrder,
         seed: int,
         names: Sequence[str] | None = None,
+        separator: int | None = None,
     ) -> None:
         if sequence_length < 1:
             raise ConfigError(f"sequence_length={sequence_length} is not a window; give 1 or more tokens.")
@@ -53,6 +65,7 @@ class TokenWindows(Dataset[dict[str, torch.Tensor]]):
         self.sequence_length = sequence_length
         self.order: WindowOrder = order
         self.seed = seed
+        self.separator = separator
         self.names = list(names) if names is not None else [str(index) for index in range(len(streams))]
         lengths = np.array([len(stream) for stream in streams], dtype=np.int64)
         self.ids = int(lengths.sum())
@@ -76,6 +89,11 @@ class TokenWindows(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         """Windows of one epoch (of the nominal epoch, in random order)."""
         return self.windows_per_epoch
+
+    @property
+    def document_attention(self) -> bool:
+        """Whether targets attend only inside their document."""
+        return self.separator is not None
 
     @property
     def targets_per_epoch(self) -> int:
@@ -120,13 +138,18 @@ class TokenWindows(Dataset[dict[str, torch.Tensor]]):
     def batch(self, ks: Sequence[int] | np.ndarray) -> dict[str, torch.Tensor]:
         """`input_ids` and `shift_labels` of the windows `ks` (n,), both contiguous int64 (n, T).
 
-        `shift_labels[i, t]` is the token after `input_ids[i, t]`.
+        `shift_labels[i, t]` is the token after `input_ids[i, t]`. With document attention there are also `position_ids`
+        (n, T), which the model takes as it takes the ids.
         """
-        windows = torch.from_numpy(self.gather(ks))
-        return {"input_ids": windows[:, :-1].contiguous(), "shift_labels": windows[:, 1:].contiguous()}
+        ids = self.gather(ks)
+        windows = torch.from_numpy(ids)
+        batch = {"input_ids": windows[:, :-1].contiguous(), "shift_labels": windows[:, 1:].contiguous()}
+        if self.separator is not None:
+            batch["position_ids"] = torch.from_numpy(document_positions(ids[:, :-1], self.separator))
+        return batch
 
     def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
-        """`input_ids` and `shift_labels` of window k, both (T,)."""
+        """What `batch` gives of window k, without its first dimension."""
         return {name: rows[0] for name, rows in self.batch([k]).items()}
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:

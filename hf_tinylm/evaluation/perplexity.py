@@ -12,6 +12,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from ..data.pack import Pack
+from ..data.windows import document_positions
 from ..errors import DataError
 from ..planning import uniform_loss
 from .baselines import kneser_ney_bigram_loss, unigram_loss
@@ -36,10 +37,14 @@ def evaluate_pack(model: nn.Module, pack: Pack, eval_tokens: int, progress: bool
     length = pack.validation.sequence_length
     windows = min(len(pack.validation), max(1, eval_tokens // length))
     ids = pack.validation.gather(np.arange(windows))
-    nats = window_losses(model, ids, pack.shards.vocab_size, progress)
+    separator = pack.validation.separator
+    positions = None if separator is None else document_positions(ids[:, :-1], separator)
+    nats = window_losses(model, ids, pack.shards.vocab_size, progress, positions)
     contexts, targets = ids[:, :-1].ravel(), ids[:, 1:].ravel()
     streams, vocabulary = [shard.ids for shard in pack.shards.train], pack.shards.vocab_size
     rule = RULE.format(length=length)
+    if positions is not None:
+        rule += "; targets attend only inside their document"
     losses = {
         "loss": (float(nats.sum()) / targets.size, _standard_error(nats / length), rule),
         "uniform_loss": (uniform_loss(vocabulary), None, "every token equally likely"),
@@ -64,8 +69,18 @@ def evaluate_pack(model: nn.Module, pack: Pack, eval_tokens: int, progress: bool
 
 
 @torch.no_grad()
-def window_losses(model: nn.Module, ids: np.ndarray, vocab_size: int, progress: bool = False) -> np.ndarray:
-    """Summed loss in nats of each window of `ids` (n, T+1), float64 (n,); the model's mode is restored."""
+def window_losses(
+    model: nn.Module,
+    ids: np.ndarray,
+    vocab_size: int,
+    progress: bool = False,
+    position_ids: np.ndarray | None = None,
+) -> np.ndarray:
+    """Summed loss in nats of each window of `ids` (n, T+1), float64 (n,); the model's mode is restored.
+
+    Args:
+        position_ids: (n, T) when documents are to be kept apart.
+    """
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -74,7 +89,11 @@ def window_losses(model: nn.Module, ids: np.ndarray, vocab_size: int, progress: 
     try:
         for first in tqdm(range(0, len(ids), rows), desc="evaluate", disable=not progress):
             batch = torch.from_numpy(ids[first : first + rows]).to(device)
-            logits = model(batch[:, :-1]).logits
+            apart = {}
+            if position_ids is not None:  # with a cache they would only turn the rotary positions
+                positions = torch.from_numpy(position_ids[first : first + rows]).to(device)
+                apart = {"position_ids": positions, "use_cache": False}
+            logits = model(batch[:, :-1], **apart).logits
             if logits.shape[-1] < vocab_size:
                 raise DataError(
                     f"the model has {logits.shape[-1]:,} tokens and the pack {vocab_size:,}. Give the model that was "

@@ -194,6 +194,23 @@ class TinyLMPreTrainedModel(PreTrainedModel):
             init.copy_(module.inv_freq, module.frequencies())
 
 
+def _document_bounds(position_ids: torch.Tensor, rows: int) -> dict[str, Any]:
+    """Where documents begin and end in the rows of a batch laid end to end, as flash attention takes it.
+
+    By itself it would look for positions that restart in a batch of one row only.
+
+    Args:
+        position_ids: (rows, T), or (1, T) for all rows.
+    """
+    position_ids = position_ids.expand(rows, -1)
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[:, 1:] = position_ids.diff(dim=-1) != 1
+    total = torch.tensor([begins.numel()], device=begins.device)
+    bounds = torch.cat((begins.flatten().nonzero().flatten(), total)).to(torch.int32)
+    longest = int(bounds.diff().max())
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
 class TinyLMModel(TinyLMPreTrainedModel):
     """The decoder stack: token ids to normalised hidden states (B, T, D)."""
 
@@ -226,6 +243,8 @@ class TinyLMModel(TinyLMPreTrainedModel):
             seen = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(seen, seen + x.shape[1], device=x.device)[None]
         mask = None
+        if not plain and cache is None and attention_mask is None and "flash" in self.config._attn_implementation:
+            kwargs = {**kwargs, **_document_bounds(position_ids, len(x))}
         if not (plain and self.config._attn_implementation == "sdpa"):  # sdpa masks a whole plain window by itself
             mask = self._causal_mask(x, attention_mask, position_ids, cache)
         rotary = self.rotary_emb(position_ids, x.dtype)

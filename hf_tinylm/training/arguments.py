@@ -202,6 +202,8 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
         torch.set_num_threads(cpu_threads(training.cpu_threads))
     if training.fp16 and use_cpu:
         raise ConfigError("fp16 needs a GPU; this run is on a CPU. Leave it out, or use bf16.")
+    if config.model.attn_implementation == "flex_attention" and use_cpu:
+        raise ConfigError("attn_implementation=flex_attention trains on a GPU only; this run is on a CPU. Use sdpa.")
     bf16 = multiplies_bf16(use_cpu) and not training.fp16 if training.bf16 == "auto" else training.bf16
     precision = "fp16" if training.fp16 else "bf16" if bf16 else "no"
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision  # the config decides, not the launcher

@@ -125,6 +125,7 @@ class RunRecord:
             "data": {
                 "sequence_length": plan.sequence_length,
                 "window_order": getattr(trainer.train_dataset, "order", None),
+                "document_attention": bool(getattr(trainer.train_dataset, "document_attention", False)),
                 "windows_per_epoch": len(trainer.train_dataset),
                 **trainer.run_facts,
             },

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from hf_tinylm.config import load_config
 from hf_tinylm.data.pack import open_pack
@@ -18,6 +19,16 @@ def test_a_pack_gives_windows_of_its_own_tokenizer(tiny_config: Path) -> None:
     text = pack.tokenizer.decode(pack.validation.gather([0])[0])
     assert text.replace("<|endoftext|>", "").strip() in (tiny_config.parent / "prose.txt").read_text(encoding="utf-8")
     assert set(pack.identity) == {"tokenizer_sha256", "manifest_sha256"}
+
+
+def test_document_attention_gives_positions_and_is_off_unless_asked_for(tiny_config: Path) -> None:
+    assert "position_ids" not in open_pack(load_config(str(tiny_config))).train.batch([0])
+    pack = open_pack(load_config(str(tiny_config), ["--document_attention"]))
+    for windows in (pack.train, pack.validation):
+        batch = windows.batch(range(20))
+        begins = (batch["input_ids"] == 0) | (torch.arange(32) == 0)
+        assert torch.equal(batch["position_ids"] == 0, begins)
+        assert int(begins.sum()) > 20
 
 
 def test_bytes_of_tokens_are_those_of_the_text(tiny_config: Path) -> None:

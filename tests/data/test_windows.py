@@ -172,3 +172,17 @@ def test_resuming_deep_in_a_run_over_billions_of_windows_is_instant(order: Windo
 def test_iteration_ends_after_one_epoch() -> None:
     windows = TokenWindows(make_streams(23), T, "permutation", seed=0)
     assert len(list(windows)) == len(windows) == 5
+
+
+def test_positions_count_from_each_separator_and_from_the_beginning_of_the_window() -> None:
+    generator = np.random.default_rng(5)
+    stream = generator.integers(1, 50, 4_000).astype(np.uint16)
+    stream[generator.integers(0, 4_000, 300)] = 9
+    batch = TokenWindows([stream], 64, "random", seed=0, separator=9).batch(range(50))
+    for ids, positions in zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True):
+        expected: list[int] = []
+        for place, token in enumerate(ids):
+            expected.append(0 if token == 9 or place == 0 else expected[-1] + 1)
+        assert positions == expected
+    assert batch["position_ids"].dtype == torch.int64
+    assert set(TokenWindows([stream], 64, "random", seed=0).batch([0])) == {"input_ids", "shift_labels"}

@@ -13,6 +13,7 @@ from hf_tinylm.data.pack import Pack, open_pack
 from hf_tinylm.errors import DataError
 from hf_tinylm.evaluation.perplexity import evaluate_pack, window_losses
 from hf_tinylm.modeling.factory import new_model
+from hf_tinylm.modeling.stock import stock_model
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,24 @@ def test_loss_and_bits_per_byte_equal_a_plain_float64_reference(pack: Pack, mode
     ]
     expected = np.std(per_window, ddof=1) / math.sqrt(20)
     assert found["results"]["loss"]["stderr"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_document_attention_scores_each_document_alone(tiny_config: Path, model: torch.nn.Module) -> None:
+    pack = open_pack(load_config(str(tiny_config), ["--document_attention"]))
+    total, documents = 0.0, 0
+    for window in pack.validation.gather(np.arange(20)).tolist():
+        begins = sorted({0, *(place for place, token in enumerate(window[:-1]) if token == 0)})
+        for begin, end in zip(begins, [*begins[1:], 32], strict=True):
+            with torch.no_grad():
+                logits = model.eval()(torch.tensor([window[begin:end]])).logits[0]
+            expected = torch.tensor(window[begin + 1 : end + 1])
+            total += float(functional.cross_entropy(logits, expected, reduction="sum"))
+            documents += 1
+    assert documents > 20
+    for scored in (model, stock_model(model)):  # type: ignore[arg-type]
+        found = evaluate_pack(scored, pack, 20 * 32)["results"]["loss"]
+        assert found["value"] == pytest.approx(total / 640, abs=1e-5)
+        assert "inside their document" in found["rule"]
 
 
 def test_the_number_does_not_depend_on_how_windows_are_batched(
