@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .config import nearest_multiple
 from .errors import ConfigError
+from .gguf_plan import GGUFType, needs_llamacpp, plan_shape
 from .sections import ModelSection, TrainingSection
 
 
@@ -173,9 +174,10 @@ def plan_of_config(
     )
 
 
-def export_bytes(shape: ModelShape, kinds: Sequence[str]) -> int:
-    """About how many bytes the GGUF files of these types take together."""
-    return sum({"f32": 4, "f16": 2}[kind] * shape.parameters for kind in kinds)
+def export_bytes(shape: ModelShape, kinds: Sequence[GGUFType]) -> int:
+    """How many bytes the GGUF files of these types take together, with the F32 file that K-quants are made from."""
+    exact: list[GGUFType] = ["f32"] if any(needs_llamacpp(kind) for kind in kinds) else []
+    return sum(plan_shape(shape, kind).bytes for kind in (*kinds, *exact))
 
 
 def uniform_loss(vocab_size: int) -> float:

@@ -77,6 +77,7 @@ def _answer() -> int:
     model_params = llama_cpp.llama_model_default_params()
     model_params.n_gpu_layers = 0
     model_params.check_tensors = True
+    model_params.use_extra_bufts = False  # repacked kernels (AMX) die where a sandbox hides what the processor has
     model = llama_cpp.llama_model_load_from_file(os.fsencode(request["path"]), model_params)
     if not model:
         return 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from ..errors import ConfigError, VerificationError
 from ..gguf_plan import FILE_TYPE_NUMBERS, GGUFType
 from .llamacpp import LlamaCppServer, chosen_threads
 from .logits import every_logit_is_available, raw_logits
-from .quality import DEFAULT_LIMITS, Quality, QualityLimits, log_softmax, measure_quality
+from .quality import Quality, QualityLimits, limits_of, log_softmax, measure_quality
 
 # Largest difference of a log-probability or logit (nats) of files that hold the model's own numbers, nearly or exactly;
-# the other types are held to `DEFAULT_LIMITS` of what they cost.
+# the other types are held to limits of what they cost (`quality.DEFAULT_LIMITS`).
 LOGIT_LIMITS: dict[GGUFType, float] = {"f32": 1e-3, "f16": 0.1}
 RANDOM_STRINGS = 5_000
 GREEDY_TOKENS = 64
@@ -89,7 +89,7 @@ class ParityReport:
 
     gguf: str
     model: str
-    file_type: str = ""
+    file_type: GGUFType = "f32"
     token_mismatches: int = 0
     strings: int = 0
     max_logit_difference: float = 0.0
@@ -123,14 +123,14 @@ def verify_gguf(
     random_strings: int = RANDOM_STRINGS,
     threads: int = 0,
     text: Path | None = None,
-    limits: QualityLimits | None = None,
+    limits: Mapping[str, float] | None = None,
     reference: Reference | None = None,
 ) -> ParityReport:
     """Compare a GGUF file in llama.cpp with its stock model folder in transformers.
 
     Args:
         text: what the predictions are compared on; bundled prose by default.
-        limits: what a quantized file may cost; `DEFAULT_LIMITS` of its type by default.
+        limits: fields of `QualityLimits` in place of the defaults of the file's type.
         reference: the loaded model folder, for several files of one model.
 
     Raises:
@@ -158,7 +158,7 @@ def verify_gguf(
                 _compare_greedy(report, server, reference, prompt, ends)
         _compare_templates(report, server, reference, has_template)
         if not report.failures:  # the cost of a file that is wrong says nothing
-            _compare_quality(report, gguf, server, reference, text, limits or DEFAULT_LIMITS.get(file_type))
+            _compare_quality(report, gguf, server, reference, text, limits_of(file_type, limits))
     return report
 
 
@@ -352,8 +352,7 @@ def _compare_quality(
     limits: QualityLimits | None,
 ) -> None:
     report.quality = measure_quality(gguf, server, reference, text)
-    if report.logit_limit is None:
-        assert limits is not None
+    if limits is not None:
         report.quality_limits = limits
         report.failures += report.quality.failures(limits)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import lzma
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,15 +38,16 @@ class QualityLimits:
     top1_agreement: float
 
 
-# Set at about three times what was measured on a trained model of 6 million parameters, which loses more than a large
-# one. A file that is wrong (rows not reordered, another rope base) is beyond all of them by far.
+# About three times what llama.cpp measured on a model of 8 billion parameters, which loses more than a small one does
+# (5.6 million parameters lost a tenth of it). A file that is wrong (rows not reordered, another rope base) is beyond all
+# of them by far. Source: llama.cpp, tools/perplexity/README.md, "LLaMA 3 8b Scoreboard".
 DEFAULT_LIMITS: dict[GGUFType, QualityLimits] = {
     "bf16": QualityLimits(0.005, 0.01, 0.95),
     "q8_0": QualityLimits(0.005, 0.01, 0.95),
     "q6_k": QualityLimits(0.02, 0.02, 0.90),
     **dict.fromkeys(("q5_0", "q5_1", "q5_k_s", "q5_k_m"), QualityLimits(0.06, 0.05, 0.85)),
-    **dict.fromkeys(("q4_k_s", "q4_k_m"), QualityLimits(0.15, 0.10, 0.75)),
-    **dict.fromkeys(("q4_0", "q4_1"), QualityLimits(0.20, 0.15, 0.70)),
+    **dict.fromkeys(("q4_k_s", "q4_k_m"), QualityLimits(0.12, 0.10, 0.75)),
+    **dict.fromkeys(("q4_0", "q4_1"), QualityLimits(0.25, 0.20, 0.70)),
 }
 
 
@@ -139,6 +140,31 @@ def measure_quality(gguf: Path, server: LlamaCppServer, model: Predictor, text: 
         tokens_per_second=server.tokens_per_second(ids[:8], min(64, model.context - 8)),
         threads=threads,
     )
+
+
+def quality_table(files: Mapping[GGUFType, tuple[int, Quality]]) -> list[str]:
+    """A line for each file with its size in bytes, under a heading that says what was compared; empty for none."""
+    if not files:
+        return []
+    first = next(iter(files.values()))[1]
+    rows = [
+        f"against the model on {first.positions:,} tokens of {first.text} (perplexity {first.model_perplexity:.3f}):",
+        f"  {'type':<7} {'bytes':>14} {'KL (nats)':>10} {'perplexity':>11} {'top-1':>7} {'tokens/s':>9}",
+    ]
+    for kind, (size, quality) in files.items():
+        rows.append(
+            f"  {kind:<7} {size:>14,} {quality.kl_divergence:>10.1e} {quality.perplexity_rise:>+11.2%} "
+            f"{quality.top1_agreement:>7.1%} {quality.tokens_per_second:>9,.0f}"
+        )
+    return [*rows, f"  (tokens/s: {first.threads} thread(s), F32 cache, as verification runs llama.cpp)"]
+
+
+def limits_of(file_type: GGUFType, given: Mapping[str, float] | None = None) -> QualityLimits | None:
+    """The limits of a type, those `given` in place of the defaults; None when the type has none and none is given."""
+    default = DEFAULT_LIMITS.get(file_type)
+    if not given:
+        return default
+    return replace(default or QualityLimits(math.inf, math.inf, 0.0), **given)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -25,17 +25,7 @@ class SafetensorsFolder:
     """The safetensors files of a folder, one or sharded; nothing is loaded before it is asked for."""
 
     def __init__(self, model_folder: Path) -> None:
-        single, index = model_folder / "model.safetensors", model_folder / "model.safetensors.index.json"
-        if single.is_file():
-            paths = [single]
-        elif index.is_file():
-            paths = [
-                model_folder / name for name in sorted(set(read_json_object(index).get("weight_map", {}).values()))
-            ]
-        else:
-            raise ExportError(
-                f"{model_folder} has no model.safetensors. Give a folder with a model's config and weights."
-            )
+        paths = weight_files(model_folder)
         self._entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
         for path in paths:
             for name, start, entry in _read_header(path):
@@ -72,6 +62,23 @@ class SafetensorsFolder:
         flat = np.fromfile(path, dtype=dtype, count=shape[0] * row_numbers, offset=offset)
         numbers = (flat.astype("<u4") << 16).view("<f4") if entry["dtype"] == "BF16" else flat
         return cast(np.ndarray, numbers.reshape(shape))
+
+
+def weight_files(model_folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, one or sharded; they may be missing.
+
+    Raises:
+        ExportError: the folder has neither form.
+    """
+    single, index = model_folder / "model.safetensors", model_folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ExportError(f"{model_folder} has no model.safetensors. Give a folder with a model's config and weights.")
+    names = read_json_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ExportError(f"{index} names no weights. Copy the whole folder again.")
+    return [model_folder / Path(name).name for name in sorted(set(names.values()))]
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:

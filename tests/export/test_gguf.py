@@ -275,7 +275,11 @@ TOKENIZER_FAULTS = [
         lambda t: t["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": r"\p{N}{1,3}|\p{L}+"}),
         r"by Split\(\\p\{N\}\{1,3\}\|\\p\{L\}\+, .* nearest is [a-z2-]+: Split\(\(\?i:'s",
     ),
-    ("a plain-text split", lambda t: t["pre_tokenizer"]["pretokenizers"][0].update(pattern={"String": " "}), "plain text"),
+    (
+        "a plain-text split",
+        lambda t: t["pre_tokenizer"]["pretokenizers"][0].update(pattern={"String": " "}),
+        "plain text",
+    ),
     (
         "another behaviour",
         lambda t: t["pre_tokenizer"]["pretokenizers"][0].update(behavior="MergedWithNext"),
