@@ -39,8 +39,8 @@ class QualityLimits:
 
 
 # About three times what llama.cpp measured on a model of 8 billion parameters, which loses more than a small one does
-# (5.6 million parameters lost a tenth of it). A file that is wrong (rows not reordered, another rope base) is beyond all
-# of them by far. Source: llama.cpp, tools/perplexity/README.md, "LLaMA 3 8b Scoreboard".
+# (5.6 million parameters lost a tenth of it). A file that is wrong (rows not reordered, another rope base) is beyond
+# them by far. Source: llama.cpp, tools/perplexity/README.md, "LLaMA 3 8b Scoreboard".
 DEFAULT_LIMITS: dict[GGUFType, QualityLimits] = {
     "bf16": QualityLimits(0.005, 0.01, 0.95),
     "q8_0": QualityLimits(0.005, 0.01, 0.95),
