@@ -29,14 +29,13 @@ def summed_loss(logits: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tenso
     )
 
 
-def normalised_loss(
-    logits: torch.Tensor, shift_labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
+def normalised(
+    total: torch.Tensor, shift_labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None
 ) -> torch.Tensor:
-    """`summed_loss` over `num_items_in_batch`, or over the targets of this batch when it is None.
+    """A summed loss over `num_items_in_batch`, or over the targets of this batch when it is None.
 
     With the count of a whole update, micro-batch losses and gradients add up to those of one large batch however it
     was split. A batch without any target gives 0, not NaN, when a count is given.
     """
-    total = summed_loss(logits, shift_labels)
     count = count_targets(shift_labels) if num_items_in_batch is None else num_items_in_batch
     return total / (count.to(total.device) if torch.is_tensor(count) else count)

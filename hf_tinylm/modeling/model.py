@@ -23,7 +23,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .configuration import TinyLMConfig
-from .loss import normalised_loss, shifted
+from .loss import normalised, shifted, summed_loss
+from .projected_loss import ChunkLoss, chunk_loss, projected_loss
 
 # transformers 5.2x renamed the key/value cache of its outputs and of the mask builder; both names are in use.
 CACHE_KEY = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -275,6 +276,7 @@ class TinyLMForCausalLM(TinyLMPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     accepts_loss_kwargs = True
+    loss_of_chunk: ChunkLoss = staticmethod(chunk_loss)  # a compiled one takes its place in a compiled run
 
     def __init__(self, config: TinyLMConfig) -> None:
         super().__init__(config)
@@ -331,13 +333,20 @@ class TinyLMForCausalLM(TinyLMPreTrainedModel, GenerationMixin):
         if shift_labels is None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             hidden = hidden[:, keep, :]
-        logits = functional.linear(hidden, self.lm_head.weight[: self.config.num_tokens])
-        loss = None if shift_labels is None else normalised_loss(logits, shift_labels, num_items_in_batch)
         if return_logits is None:
-            return_logits = loss is None or not self.training
+            return_logits = shift_labels is None or not self.training
+        weight = self.lm_head.weight[: self.config.num_tokens]
+        logits = functional.linear(hidden, weight) if return_logits else None
+        loss = None
+        if shift_labels is not None:
+            if logits is None:
+                total = projected_loss(hidden, weight, shift_labels, self.loss_of_chunk)
+            else:
+                total = summed_loss(logits, shift_labels)
+            loss = normalised(total, shift_labels, num_items_in_batch)
         result = CausalLMOutputWithPast(
             loss=loss,
-            logits=self._padded(logits) if return_logits else None,
+            logits=None if logits is None else self._padded(logits),
             **{CACHE_KEY: outputs.get(CACHE_KEY)},
         )
         return result if return_dict else result.to_tuple()

@@ -22,6 +22,7 @@ from transformers.trainer_utils import TrainOutput
 from ..errors import ConfigError, RunStopped, TrainingError
 from ..modeling.loss import IGNORE_INDEX
 from ..modeling.model import TinyLMForCausalLM
+from ..modeling.projected_loss import compilable_chunk_loss
 from ..modeling.stock import save_stock_model
 from .arguments import LMTrainingArguments, plan_run
 from .callbacks import ProgressBar
@@ -424,6 +425,7 @@ class LMTrainer(Trainer):
                 backend, mode = args.torch_compile_backend or "inductor", args.torch_compile_mode
                 compiled = torch.compile(self.model.forward, backend=backend, mode=mode)
                 self.model.forward = compiled  # type: ignore[method-assign]
+                self.model.loss_of_chunk = torch.compile(compilable_chunk_loss, backend=backend, mode=mode)
             bucket = {} if args.ddp_bucket_cap_mb is None else {"bucket_cap_mb": args.ddp_bucket_cap_mb}
             self.accelerator.ddp_handler = DistributedDataParallelKwargs(
                 broadcast_buffers=False,
