@@ -59,7 +59,8 @@ def export_files(options: argparse.Namespace) -> None:
     if options.plan:
         if not options.gguf:
             raise ConfigError("--plan needs the types of the GGUF files. Give them: --gguf f16 q8_0")
-        plans = plan_model(options.model, options.gguf, options.tokenizer)
+        output_dir = None if options.output_dir is None else Path(options.output_dir)
+        plans = plan_model(options.model, options.gguf, options.tokenizer, output_dir)
         values = {"plans": [plan.to_json() for plan in plans]}
         print_result(options, values, lambda: [line for plan in plans for line in plan.lines()])
         return

@@ -62,8 +62,12 @@ class ExportedFiles:
         }
 
 
-def plan_model(model: str, gguf: Sequence[GGUFType], tokenizer_path: str | None = None) -> list[GGUFPlan]:
+def plan_model(
+    model: str, gguf: Sequence[GGUFType], tokenizer_path: str | None = None, output_dir: Path | None = None
+) -> list[GGUFPlan]:
     """What `export_model` would write, after every check of the model but that of its numbers; nothing is written.
+
+    The name in a file is that of its folder: with `output_dir` the sizes are exact, else a few bytes may differ.
 
     Raises:
         ConfigError: there is no such model.
@@ -78,7 +82,8 @@ def plan_model(model: str, gguf: Sequence[GGUFType], tokenizer_path: str | None 
         if not (folder / "tokenizer.json").is_file():
             folder = Path(fetched)
             write_tokenizer_files(load_tokenizer(tokenizer), folder)
-        files = GGUFSource(source.folder, tokenizer_folder=folder)
+        name = None if output_dir is None else output_dir.resolve().name
+        files = GGUFSource(source.folder, name=name, tokenizer_folder=folder)
     return [files.plan(kind) for kind in dict.fromkeys(gguf)]
 
 
