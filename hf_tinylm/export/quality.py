@@ -38,7 +38,7 @@ class QualityLimits:
     top1_agreement: float
 
 
-# Divergence and perplexity: three to seven times what llama.cpp measured on a model of 8 billion parameters, which loses
+# Divergence and perplexity: three to seven times what llama.cpp measured on a model of 8 billion parameters; it loses
 # more than a small one does (5.6 million parameters lost a tenth of it). Top-1 is given more room: where a model is
 # unsure, the smallest change moves it. A wrong file (rows not reordered, another rope base) is far beyond all of them.
 # Source: llama.cpp, tools/perplexity/README.md, "LLaMA 3 8b Scoreboard".
