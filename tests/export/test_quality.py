@@ -30,10 +30,10 @@ class Model:
 
 
 class Server:
-    """Predicts 1/4, 1/2, 1/4."""
+    """Predicts 0.2, 0.7, 0.1."""
 
     def next_token_logprobs(self, prompt_ids: list[int], vocab_size: int) -> np.ndarray:
-        return np.log([0.25, 0.5, 0.25])
+        return np.log([0.2, 0.7, 0.1])
 
     def tokens_per_second(self, prompt_ids: list[int], tokens: int) -> float:
         return 12.0
@@ -50,10 +50,10 @@ def test_divergence_perplexity_and_agreement_are_those_done_by_hand(tmp_path: Pa
     found = measure_quality(tmp_path / "m.gguf", Server(), Model(), tmp_path / "text")  # type: ignore[arg-type]
     assert found.positions == 64
     assert found.engine == "xllamacpp"
-    # 1/2 ln(1/2 : 1/4) + 1/4 ln(1/4 : 1/2) + 0
-    assert found.kl_divergence == pytest.approx(0.25 * math.log(2))
+    expected = 0.5 * math.log(0.5 / 0.2) + 0.25 * math.log(0.25 / 0.7) + 0.25 * math.log(0.25 / 0.1)
+    assert found.kl_divergence == pytest.approx(expected)
     assert found.top1_agreement == 0.0
-    assert found.perplexity == pytest.approx(4 * 2 ** (-1 / 3), rel=0.01)
+    assert found.perplexity == pytest.approx((0.2 * 0.7 * 0.1) ** (-1 / 3), rel=0.02)
     assert found.model_perplexity == pytest.approx(4 * 2 ** (-1 / 3), rel=0.01)
     assert found.tokens_per_second == 12.0
 
