@@ -7,12 +7,9 @@ ratios within one run, not times between machines.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
-import json
-from pathlib import Path
 
-from .machine import machine
+from .machine import report
 
 NAMES = ("overhead", "stall", "train", "prepare")
 
@@ -23,13 +20,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
     for name in parser.parse_args().names or NAMES:
         print(f"--- {name}", flush=True)
-        found = importlib.import_module(f".{name}", __package__).measure()
-        print(json.dumps(found, indent=2))
-        folder = Path(__file__).parent / "results"
-        folder.mkdir(exist_ok=True)
-        day = datetime.date.today().isoformat()
-        report = {"benchmark": name, "date": day, "machine": machine(), "results": found}
-        (folder / f"{name}-{day}.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        report(name, importlib.import_module(f".{name}", __package__).measure())
 
 
 if __name__ == "__main__":

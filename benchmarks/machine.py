@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import statistics
@@ -27,6 +29,16 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
     }
+
+
+def report(name: str, found: dict[str, Any]) -> None:
+    """Print what a benchmark found, and write it to benchmarks/results/NAME-DATE.json with the machine's name."""
+    print(json.dumps(found, indent=2))
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    day = datetime.date.today().isoformat()
+    facts = {"benchmark": name, "date": day, "machine": machine(), "results": found}
+    (folder / f"{name}-{day}.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def matrix_peak(dtype: torch.dtype, size: int = 2048, repeats: int = 5) -> float:

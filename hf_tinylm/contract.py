@@ -13,6 +13,8 @@ from .files import read_json, write_json
 
 RUN_FILE = "run.json"
 DONE_FILE = "DONE.json"
+METRICS = "metrics.jsonl"
+SWEEP = "sweep"  # folder beside the run's own files; a run may start in a folder that holds it
 FORMAT_VERSION = 1
 _LONGEST_DIFF = 200_000  # characters
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")

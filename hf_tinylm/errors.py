@@ -106,6 +106,10 @@ def exit_with_error_line(command: Callable[[], int | None]) -> int:
         with contextlib.suppress(OSError):  # Ctrl-C ends `| tee log` too: nobody reads, and the exit code still speaks
             print(f"{kind}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return error.exit_code
+    except BrokenPipeError:
+        if not _nobody_reads_output():
+            raise
+        return 141  # as for a program that SIGPIPE ends: `| head` has read enough
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
@@ -114,6 +118,14 @@ def exit_with_error_line(command: Callable[[], int | None]) -> int:
         return 1
     finally:
         _let_go_of_closed_streams()
+
+
+def _nobody_reads_output() -> bool:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _let_go_of_closed_streams() -> None:

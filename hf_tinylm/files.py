@@ -132,6 +132,19 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ConfigError(f"{source} is not valid JSON ({error}).") from error
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Whole rows of a JSON-lines file; none when it does not exist."""
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_bytes().split(b"\n"):  # not splitlines: a row may hold other characters that end a line
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue  # empty, or torn by a crash in the middle of an append
+    return rows
+
+
 def sha256_of_file(path: str | os.PathLike[str]) -> str:
     """Hexadecimal SHA-256 of a file's bytes, read in blocks."""
     with open(path, "rb") as file:

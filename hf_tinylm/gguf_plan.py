@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
@@ -142,7 +142,24 @@ class GGUFPlan:
 def plan_shape(shape: ModelShape, file_type: GGUFType, tokens: int | None = None) -> GGUFPlan:
     """The plan of a model that may not exist yet; its metadata are estimated from the number of tokens."""
     tensors = gguf_tensors(shape, tokens or shape.vocab_size)
-    return plan_tensors(tensors, file_type, estimated_header_bytes(tensors))
+    return plan_tensors(tensors, file_type, estimated_header_bytes(tensors[0].shape[0], len(tensors)))
+
+
+def file_bytes(shape: ModelShape, file_type: GGUFType) -> int:
+    """`plan_shape(...).bytes`, computed in a time that does not depend on the number of layers."""
+    layers = shape.num_hidden_layers
+    tensors = gguf_tensors(replace(shape, num_hidden_layers=1), shape.vocab_size)
+    of_layer = [tensor for tensor in tensors if _layer(tensor.name) is not None]
+    found = _padded(estimated_header_bytes(shape.vocab_size, len(tensors) + (layers - 1) * len(of_layer)))
+    for tensor in tensors:
+        columns, part = tensor.shape[-1], tensor.name.split(".")[-2]
+        plain = _fitting_type(_plain_type(tensor, file_type, shape.tie_word_embeddings), columns)
+        raised = _fitting_type(_RAISED_TYPES[file_type], columns) if part in _RAISED_PARTS else plain
+        more = _raised_layers(part, file_type, layers)
+        copies = layers if tensor in of_layer else 1
+        found += (copies - more) * _padded(tensor_bytes(tensor.shape, plain))
+        found += more * _padded(tensor_bytes(tensor.shape, raised))
+    return found
 
 
 def plan_tensors(tensors: list[GGUFTensor], file_type: GGUFType, header_bytes: int) -> GGUFPlan:
@@ -197,13 +214,29 @@ def tensor_bytes(shape: tuple[int, ...], kind: str) -> int:
     return math.prod(shape) // numbers * size
 
 
-def estimated_header_bytes(tensors: list[GGUFTensor]) -> int:
+def estimated_header_bytes(tokens: int, tensors: int) -> int:
     """About what names, tokens, merges and tensor entries take; a BPE of 4,096 tokens took 31 bytes for each."""
-    return 2_000 + 35 * tensors[0].shape[0] + 60 * len(tensors)
+    return 2_000 + 35 * tokens + 60 * tensors
+
+
+# Parts of a layer that llama.cpp stores with more bits in some layers, and the type that they get there.
+_RAISED_PARTS = ("attn_v", "ffn_down")
+_RAISED_TYPES: dict[GGUFType, str] = {
+    **{kind: kind.upper().removesuffix("_S").removesuffix("_M") for kind in GGUF_TYPES},
+    **{"q4_k_m": "Q6_K", "q5_k_m": "Q6_K", "q4_k_s": "Q5_K"},
+}
 
 
 def _wanted_type(tensor: GGUFTensor, file_type: GGUFType, layers: int, tied: bool) -> str:
-    """The type that a file type gives to a tensor whose rows fit; one-dimensional tensors stay F32.
+    """The type that a file type gives to a tensor whose rows fit."""
+    part, layer = tensor.name.split(".")[-2], _layer(tensor.name)
+    if layer is not None and part in _RAISED_PARTS and _is_raised(part, file_type, layer, layers):
+        return _RAISED_TYPES[file_type]
+    return _plain_type(tensor, file_type, tied)
+
+
+def _plain_type(tensor: GGUFTensor, file_type: GGUFType, tied: bool) -> str:
+    """The same in a layer that gets no more bits; one-dimensional tensors stay F32.
 
     K-quants follow llama.cpp; for the others the matrix of the logits is Q8_0, as its K-quant of choice (Q6_K) needs
     llama.cpp. Source: llama.cpp, src/llama-quant.cpp, llama_tensor_get_type_impl.
@@ -211,23 +244,29 @@ def _wanted_type(tensor: GGUFTensor, file_type: GGUFType, layers: int, tied: boo
     if len(tensor.shape) == 1:
         return "F32"
     default = file_type.upper().removesuffix("_S").removesuffix("_M")
-    part, layer = tensor.name.split(".")[-2], _layer(tensor.name)
+    part = tensor.name.split(".")[-2]
     if part == "output" or (part == "token_embd" and tied):
         if needs_llamacpp(file_type):
             return "Q8_0" if tensor.shape[-1] % BLOCKS[default][0] else "Q6_K"
         return default if BLOCKS[default][0] == 1 else "Q8_0"
-    if layer is None or part not in ("attn_v", "ffn_down"):
-        return default
-    if file_type in ("q4_k_m", "q5_k_m"):
-        return "Q6_K" if _gets_more_bits(layer, layers) else default
-    if file_type == "q4_k_s":
-        return "Q5_K" if layer < (4 if part == "attn_v" else layers // 8) else default
     return default
 
 
-def _gets_more_bits(layer: int, layers: int) -> bool:
-    """The first and the last eighth of the layers, and every third between."""
-    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+def _is_raised(part: str, file_type: GGUFType, layer: int, layers: int) -> bool:
+    """Of _M the first and the last eighth of the layers and every third between; of Q4_K_S the first ones."""
+    if file_type in ("q4_k_m", "q5_k_m"):
+        return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    return file_type == "q4_k_s" and layer < (4 if part == "attn_v" else layers // 8)
+
+
+def _raised_layers(part: str, file_type: GGUFType, layers: int) -> int:
+    """For how many layers `_is_raised` holds."""
+    if part not in _RAISED_PARTS:
+        return 0
+    first, last = layers // 8, 7 * layers // 8
+    if file_type in ("q4_k_m", "q5_k_m"):
+        return first + (layers - last) + (last - first) // 3
+    return 0 if file_type != "q4_k_s" else min(4, layers) if part == "attn_v" else first
 
 
 def _fitting_type(wanted: str, columns: int) -> str:

@@ -45,19 +45,21 @@ class TokenizerSection:
 class SourceSection:
     """One source of text.
 
-    `path` is a file, a glob, a folder, `bundled:NAME`, or a `datasets` name with `config` and `split`. A filter drops
-    the documents that it does not allow; how many is in the manifest. Format `tokens` is a `.bin` file of uint16 ids
-    that the tokenizer `encoded_with` wrote, documents between separators; it must be the tokenizer of the pack.
+    `path` is a file, a glob, a folder, `bundled:NAME`, or a `datasets` name with `config`, `split` and, to stay at one
+    commit, `revision`. A filter drops the documents that it does not allow; how many is in the manifest. Format
+    `tokens` is a `.bin` file of uint16 ids that the tokenizer `encoded_with` wrote, documents between separators; it
+    must be the tokenizer of the pack. Format `parts` is the folder that a datatrove pipeline wrote its documents to.
     """
 
     name: str
     path: str
     licence: str = "unknown"
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens", "datasets"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens", "parts", "datasets"] = "auto"
     splitter: str | None = None  # None: one document per text file; paragraphs_N: about N bytes each; lines
     text_column: str = "text"
     config: str | None = None
     split: str = "train"
+    revision: str | None = None  # branch, tag or commit of a dataset on the Hub; None: what main is now
     max_documents: int | None = None
     encoded_with: str | None = None  # tokenizer folder or name; for format tokens
     utf8: Literal["strict", "replace", "skip"] = "strict"  # a line or value that is not UTF-8; counted in any case
@@ -81,6 +83,7 @@ class DataSection:
     window_order: Literal["permutation", "random"] = "permutation"
     document_attention: bool = False  # true: targets attend only inside their document, and positions restart there
     validation_fraction: float = 0.01
+    near_duplicates: Literal["minhash"] | None = None  # drop documents that nearly equal another one (extra scale)
     shard_ids: int = 2**24
     num_workers: int | None = None  # encoding processes; None: one per core; 1, or little text: this process alone
     shuffle: bool | None = None  # documents of all sources in a seeded order; None: with several sources or budgets
@@ -94,6 +97,7 @@ class TrainingSection:
     """The run. `global_batch_tokens` is the source of truth for the batch; accumulation steps follow from it."""
 
     output_dir: str | None = None
+    stage_dir: str | None = None  # local folder that shards and the first checkpoint are copied to, once per host
     train_tokens: int | Literal["epoch"] = "epoch"
     global_batch_tokens: int = 524_288
     per_device_train_batch_size: int = 8
@@ -113,6 +117,7 @@ class TrainingSection:
     use_cpu: bool = False
     cpu_threads: int | None = None  # None: OMP_NUM_THREADS when above 1, else the cores over the processes of this host
     logging_steps: int = 1
+    source_loss: bool = False  # the training loss of each source in metrics.jsonl; that of validation always is
     eval_steps: int | None = None
     save_steps: int | None = None
     save_minutes: float | None = 30.0

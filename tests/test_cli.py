@@ -14,7 +14,7 @@ from hf_tinylm.errors import ConfigError
 
 COMMANDS = [
     *("tokenizer train", "tokenizer audit", "prepare", "inspect", "eval", "sample", "export", "verify-gguf", "where"),
-    "demo",
+    *("plan", "find-batch", "sweep", "demo"),
 ]
 
 
@@ -64,7 +64,7 @@ def test_tokenizer_train_prepare_and_inspect(
     assert len(found["windows"]) == 2
     assert all(window["input"][5:40] in window["target"] for window in found["windows"])
     assert main(["inspect", shards, "--tokenizer", tokenizer]) == 0
-    assert "prose:" in capsys.readouterr().out
+    assert "  prose " in capsys.readouterr().out
     assert main(["inspect", shards, "--tokenizer", str(tiny_config.parent / "tokenizer")]) == 2
     assert "another tokenizer" in capsys.readouterr().err
 
@@ -144,6 +144,7 @@ def test_verify_gguf_passes_on_the_run_and_fails_on_another_model(
         ["export", "missing", "--output_dir", "out"],
         ["eval", "missing", "--config", "demo"],
         ["inspect", "missing"],
+        ["inspect", "missing", "--find", "5", "--plot", "missing.png"],
         ["verify-gguf", "missing.gguf", "--against", "missing"],
         ["prepare", "--config", "missing"],
         ["tokenizer", "audit", "missing/tokenizer/folder", "--config", "demo"],

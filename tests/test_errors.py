@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from hf_tinylm import errors
@@ -95,3 +98,27 @@ def test_a_missing_engine_names_the_command_that_installs_it() -> None:
     message = str(errors.MissingExtraError("xllamacpp", "gguf-verify", "Verifying a GGUF file"))
     assert "Verifying a GGUF file needs the package xllamacpp" in message
     assert "pip install 'hf-tinylm[gguf-verify]'" in message
+
+
+def test_a_reader_that_has_enough_ends_a_command_quietly_and_another_broken_pipe_is_a_fault() -> None:
+    code = """
+import os, sys
+from hf_tinylm.errors import exit_with_error_line
+def command():
+    for _ in range(100_000):
+        print("a line")
+sys.exit(exit_with_error_line(command))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 141
+
+    def broken() -> int:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        exit_with_error_line(broken)

@@ -7,7 +7,7 @@ import math
 import gguf
 import pytest
 
-from hf_tinylm.gguf_plan import BLOCKS, FILE_TYPE_NUMBERS, GGUF_TYPES, GGUFType, needs_llamacpp, plan_shape
+from hf_tinylm.gguf_plan import BLOCKS, FILE_TYPE_NUMBERS, GGUF_TYPES, GGUFType, file_bytes, needs_llamacpp, plan_shape
 from hf_tinylm.planning import ModelShape, export_bytes
 
 OF_345M = ModelShape(32_000, 960, 32, 15, 5, 2_560, 64, qk_norm=False, tie_word_embeddings=True)
@@ -89,6 +89,13 @@ def test_parameters_are_those_of_the_shape_without_padding_rows() -> None:
     plan = plan_shape(padded, "f16", tokens=1_000)
     assert plan.parameters == padded.parameters - 2 * 24 * 64
     assert sum(math.prod(p.tensor.source_shape) for p in plan.tensors) == padded.parameters
+
+
+@pytest.mark.parametrize("file_type", GGUF_TYPES)
+def test_bytes_without_counting_layers_are_those_of_the_plan(file_type: GGUFType) -> None:
+    for layers in range(1, 34):
+        for shape in (small(256, layers=layers), small(64, 512, layers, tied=False), small(48, 96, layers)):
+            assert file_bytes(shape, file_type) == plan_shape(shape, file_type).bytes
 
 
 def test_disk_for_an_export_counts_the_exact_file_that_k_quants_are_made_from() -> None:

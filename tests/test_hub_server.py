@@ -40,6 +40,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_real_clients_push_and_read_back_the_same_bytes(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "README.md").write_text("# a card\n")

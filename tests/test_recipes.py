@@ -61,6 +61,9 @@ def test_pretrain_writes_every_file_of_a_run_and_its_export(tiny_config: Path, t
     }
     finished = json.loads((run / "DONE.json").read_text())
     assert (finished["updates"], finished["supervised_tokens"]) == (6, 6 * 256 - 51)
+    last = rows_of(run)[-1]
+    assert finished["last_evaluation"] == last
+    assert last["eval_loss_by_source"]["prose"] == pytest.approx(last["eval_loss"], abs=1e-6)
     assert [row["step"] for row in rows_of(run) if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows_of(run) if "eval_loss" in row] == [3, 6]
     assert done.stdout.count("with 0 mismatches") == 2
@@ -106,8 +109,10 @@ def test_an_interrupted_run_is_resumed_by_the_recipe(tiny_config: Path, tmp_path
     assert "finished run" in again.stderr
     for name in ("DONE.json", "checkpoint-00000006/manifest.json"):
         (tmp_path / "whole" / name).unlink()
-    resumed = launch([*settings, "--output_dir", str(tmp_path / "whole"), "--resume_from_checkpoint", "auto"])
+    staged = ["--stage_dir", str(tmp_path / "near")]  # where files are read from is no part of what the run is
+    resumed = launch([*settings, "--output_dir", str(tmp_path / "whole"), "--resume_from_checkpoint", "auto", *staged])
     assert resumed.returncode == 0, resumed.stderr
+    assert {path.name.split("-")[0] for path in (tmp_path / "near").iterdir()} == {"shards", "resume"}
     finished = json.loads((tmp_path / "whole" / "DONE.json").read_text())
     assert (finished["updates"], finished["last_checkpoint"]) == (6, "checkpoint-00000006")
 

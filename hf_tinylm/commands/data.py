@@ -47,13 +47,19 @@ def register(commands: Any) -> None:
         commands,
         "inspect",
         inspect_shards,
-        "what is in a folder of shards, with decoded windows",
+        "what is in a folder of shards: manifest, lengths of documents, decoded windows",
         "hf-tinylm inspect runs/demo/shards --tokenizer runs/demo/tokenizer",
     )
     inspect.add_argument("shards")
     inspect.add_argument("--tokenizer", help="decode windows with this tokenizer")
-    inspect.add_argument("--sequence_length", type=int, default=64, help="tokens of a decoded window (default 64)")
-    inspect.add_argument("--windows", type=int, default=3, help="windows to decode (default 3)")
+    inspect.add_argument("--sequence_length", type=int, default=64, help="targets of a shown window (default 64)")
+    inspect.add_argument("--windows", type=int, default=3, help="how many windows to show (default 3)")
+    which = inspect.add_mutually_exclusive_group()
+    which.add_argument("--window", type=int, nargs="+", metavar="K", help="show window K of the training order")
+    which.add_argument("--find", type=int, nargs="+", metavar="ID", help="find windows with this id, or ids in a row")
+    inspect.add_argument("--seed", type=int, default=42, help="seed of the training order (default 42)")
+    inspect.add_argument("--window_order", choices=("permutation", "random"), default="permutation")
+    inspect.add_argument("--plot", metavar="FILE", help="draw the lengths of documents (.png, .pdf, .svg)")
     takes_json(inspect)
 
 
@@ -88,10 +94,20 @@ def prepare_shards(options: argparse.Namespace) -> None:
 
 
 def inspect_shards(options: argparse.Namespace) -> None:
-    """Print a manifest and decoded windows."""
+    """Print a manifest, lengths and windows."""
     from ..data.inspect import inspection, inspection_lines
 
-    found = inspection(options.shards, options.tokenizer, options.sequence_length, options.windows)
+    found = inspection(
+        options.shards,
+        options.tokenizer,
+        options.sequence_length,
+        options.windows,
+        options.window,
+        options.find,
+        options.window_order,
+        options.seed,
+        options.plot,
+    )
     print_result(options, found, lambda: inspection_lines(found))
 
 

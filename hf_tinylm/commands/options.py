@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,16 +28,16 @@ def add_command(
     return parser
 
 
-def takes_config(parser: argparse.ArgumentParser) -> None:
+def takes_config(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """`--config` and `--key value` for any of its keys."""
-    reads_config(parser)
+    reads_config(parser, required)
     parser.set_defaults(takes_overrides=True)
     parser.usage = f"{parser.format_usage().removeprefix('usage: ').strip()} [--key value ...]"
 
 
-def reads_config(parser: argparse.ArgumentParser) -> None:
+def reads_config(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """`--config` alone."""
-    parser.add_argument("--config", required=True, help="a YAML file, or the name of a bundled one such as demo")
+    parser.add_argument("--config", required=required, help="a YAML file, or the name of a bundled one such as demo")
 
 
 def takes_json(parser: argparse.ArgumentParser) -> None:
@@ -54,4 +55,5 @@ def config_of(options: argparse.Namespace) -> RunConfig:
 
 def print_result(options: argparse.Namespace, value: Any, lines: Callable[[], Sequence[str]]) -> None:
     """One JSON object with `--json`, else lines for people."""
-    print(json.dumps(value, ensure_ascii=False) if options.json else "\n".join(lines()))
+    with contextlib.suppress(BrokenPipeError):  # `| head` has read what it wanted
+        print(json.dumps(value, ensure_ascii=False) if options.json else "\n".join(lines()))

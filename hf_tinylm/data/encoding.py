@@ -33,7 +33,7 @@ from .split import content_digest
 # white space. `ids` counts without the separator. A row that is not `used` only covers ids that were dropped.
 ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("checksum", "<u4"), ("ids", "<u8"), ("bytes", "<u8"), ("used", "u1")])
 # Documents encoded a second time by `tokenizers` and compared: the first ones of a source, then one in so many.
-SAMPLE_FIRST, SAMPLE_EVERY = 32, 128
+SAMPLE_FIRST, SAMPLE_EVERY = 32, 256
 
 
 class EngineMismatch(Exception):

@@ -80,6 +80,39 @@ class Ledger:
         first, last = self.span(source)
         return int(self.lengths[first:last][self.split[first:last] == split].sum(dtype=np.int64))
 
+    def kept(self, any_order: bool) -> Iterator[tuple[np.ndarray, ...]]:
+        """(numbers, parts, starts, ids without separator) of the documents that are not dropped, block by block.
+
+        In the order of reading, or with `any_order` in one that does not depend on it: by source, then by digest.
+        """
+        if not any_order:
+            for block in self.blocks():
+                yield tuple(column[self.split[block.numbers] != DROPPED] for column in _columns(block))
+            return
+        for source in range(len(self.duplicates)):
+            first, last = self.span(source)
+            for low, high in buckets(last - first):
+                found = []
+                for block in self.blocks(source):
+                    here = in_bucket(block.rows["high"], low, high) & (self.split[block.numbers] != DROPPED)
+                    digests = (block.rows["high"], block.rows["low"])
+                    found.append([column[here] for column in (*digests, *_columns(block))])
+                high_half, low_half, *columns = (np.concatenate(column) for column in zip(*found, strict=True))
+                order = np.lexsort((low_half, high_half))
+                yield tuple(column[order] for column in columns)
+
+    def drop(self, numbers: np.ndarray) -> np.ndarray:
+        """Drop documents, numbers (n,), that are not dropped yet; how many of each source, int64 (sources,)."""
+        dropped = np.zeros(self.documents, bool)
+        dropped[numbers] = True
+        counts = np.zeros(len(self.duplicates), np.int64)
+        for block in self.blocks():
+            here = dropped[block.numbers]
+            counts[block.source] += int(here.sum())
+            self.bytes[block.source] -= int(block.rows["bytes"][here].sum())
+        self.split[dropped] = DROPPED
+        return counts
+
     def _decide(self, bound: int, any_order: bool) -> None:
         for low, high in buckets(self.documents):
             columns = [self._bucket(block, low, high) for block in self.blocks()]
@@ -103,6 +136,10 @@ class Ledger:
         rows = block.rows
         inside = in_bucket(rows["high"], low, high) & (rows["used"] == 1)
         return block.numbers[inside], np.full(int(inside.sum()), block.source), rows[inside]
+
+
+def _columns(block: Block) -> tuple[np.ndarray, ...]:
+    return block.numbers, np.full(len(block.rows), block.part), block.starts, block.rows["ids"]
 
 
 def buckets(count: int) -> Iterator[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import numpy as np
 from ..errors import ConfigError, DataError, TokenizerError
 from ..sections import RunConfig
 from ..tokenization.load import backend_json, is_byte_level, load_tokenizer, token_byte_lengths, tokenizer_sha256
+from .local_copy import local_copy
 from .shards import Shard, Shards, load_shards
+from .target_sources import TargetSources
 from .windows import TokenWindows, WindowOrder
 
 if TYPE_CHECKING:
@@ -43,13 +46,13 @@ class Pack:
 
 
 def open_pack(config: RunConfig, verify: bool = True) -> Pack:
-    """Open the tokenizer and shards that a configuration names, and cut windows.
+    """Open the tokenizer and shards that a configuration names, and cut windows; with `stage_dir`, of a local copy.
 
     Args:
         verify: read every shard byte and compare SHA-256.
 
     Raises:
-        ConfigError: a path is missing from the configuration.
+        ConfigError: a path is missing from the configuration, or there is no room for a local copy.
         DataError: a shard is damaged, or holds no window of the asked length.
         TokenizerError: the shards were written with another tokenizer.
     """
@@ -58,7 +61,10 @@ def open_pack(config: RunConfig, verify: bool = True) -> Pack:
     if config.tokenizer.tokenizer_path is None:
         raise ConfigError("tokenizer_path is missing. Give the folder of the tokenizer: --tokenizer_path DIR.")
     tokenizer = load_tokenizer(config.tokenizer.tokenizer_path)
-    shards = load_shards(config.data.shards, verify=verify)
+    folder, stage_dir = Path(config.data.shards), config.training.stage_dir
+    if stage_dir is not None:
+        folder = local_copy(folder, Path(stage_dir), "shards")
+    shards = load_shards(folder, verify=verify)
     found = tokenizer_sha256(tokenizer)
     if found != shards.tokenizer_sha256:
         raise TokenizerError(
@@ -74,7 +80,8 @@ def open_pack(config: RunConfig, verify: bool = True) -> Pack:
     separator = int(shards.manifest["separator"]["id"]) if config.data.document_attention else None
 
     def windows(split: list[Shard], order: WindowOrder) -> TokenWindows:
-        return TokenWindows([s.ids for s in split], length, order, seed, [s.name for s in split], separator)
+        sources = TargetSources(split, list(shards.manifest["sources"]))
+        return TokenWindows([s.ids for s in split], length, order, seed, [s.name for s in split], separator, sources)
 
     return Pack(
         tokenizer,

@@ -28,12 +28,14 @@ from tqdm import tqdm
 from .. import __version__
 from ..errors import ConfigError, DataError
 from ..files import fsync_tree, refuse_folder_in_use, sha256_of_json
+from ..locks import FileLock
 from ..sections import RunConfig, SourceSection
 from ..tokenization.encoder import ids_of_pieces_are_exact, why_not_tiktoken
 from ..tokenization.load import BackendTokenizer, load_backend, separator_id, tokenizer_sha256, vocabulary_size
 from ..tokenization.special import END_OF_TEXT
 from .chunks import Chunk, Skipped
 from .encoding import Encoded, EngineMismatch
+from .hub import pinned
 from .ledger import VALIDATION, Ledger
 from .mixture import Mixture
 from .readers import ReadBytes
@@ -41,7 +43,7 @@ from .shard_writer import ShardWriter
 from .shards import SPLITS, id_dtype
 from .sources import read_chunks, source_files
 from .split import VALIDATION_RULE
-from .staging import Stage, stage_key
+from .staging import PipelineParts, Stage, stage_key
 from .workers import Workers
 
 if TYPE_CHECKING:
@@ -65,8 +67,9 @@ def prepare(config: RunConfig, progress: bool = True) -> dict[str, Any]:
 
     Raises:
         ConfigError: a path is not given, or the output folder is in use.
+        ContractError: another process is writing this pack.
         DataError: a source cannot be read, holds no text or less than is asked, or one of the splits would be empty.
-        PreparationError: a worker process died.
+        PreparationError: a worker process died or hung.
         TokenizerError: the tokenizer cannot be loaded.
     """
     shards, tokenizer_path = config.data.shards, config.tokenizer.tokenizer_path
@@ -93,22 +96,31 @@ def prepare(config: RunConfig, progress: bool = True) -> dict[str, Any]:
 
 @contextmanager
 def _work_folder(target: Path) -> Iterator[Path]:
-    """A hidden folder beside the pack for what is finished; it goes with the pack written, or when it holds nothing."""
+    """A hidden folder beside the pack for what is finished, ours alone; it goes with the pack written, or when empty.
+
+    Raises:
+        ContractError: another process is writing this pack.
+    """
     work = target.with_name(f".prepare-{target.name}")
-    work.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(work.with_name(f"{work.name}.lock"), target, "another folder: --shards DIR")
+    lock.acquire()
     try:
+        refuse_folder_in_use(target)  # what had the lock before may have written it
+        work.mkdir(exist_ok=True)
         yield work
         shutil.rmtree(work)
     finally:
         if work.exists() and not any(path.stat().st_size for path in work.rglob("*") if path.is_file()):
             shutil.rmtree(work)
+        lock.release()
 
 
 class _Preparation:
     """One attempt to write a pack with one engine."""
 
     def __init__(self, config: RunConfig, tokenizer: BackendTokenizer, engine: str, work: Path, progress: bool) -> None:
-        self.config, self.data, self.sources = config, config.data, config.data.sources
+        self.config, self.data = config, config.data
+        self.sources = [source if source_files(source) else pinned(source) for source in config.data.sources]
         self.tokenizer, self.engine, self.work = tokenizer, engine, work
         self.separator_id = separator_id(tokenizer)
         self.tokenizer_sha256 = tokenizer_sha256(tokenizer)
@@ -117,8 +129,10 @@ class _Preparation:
         self.cut_large = ids_of_pieces_are_exact(tokenizer)
         self.shuffle = _shuffles(config)
         self._check_declared()
+        if self.data.near_duplicates is not None:
+            from . import near_duplicates  # noqa: F401  a missing extra is told before anything is encoded
         self.keys = [stage_key(source, self.tokenizer_sha256, engine) for source in self.sources]
-        self.sizes = [sum(path.stat().st_size for path, _ in source_files(source)) for source in self.sources]
+        self.sizes = [_bytes_to_read(source) for source in self.sources]
         self.bar = tqdm(desc="prepare", unit=" tokens", unit_scale=True, disable=not progress)
 
     def run(self, target: Path) -> dict[str, Any]:
@@ -126,6 +140,7 @@ class _Preparation:
         with self.bar:
             stages = self._encode()
         ledger = Ledger([stage.parts for stage in stages], self.data.validation_fraction, any_order=self.shuffle)
+        self._drop_near_duplicates(ledger, stages)
         mixture = Mixture(ledger, self.data, self.shuffle)
         folder = self.work / f"pack-{self._pack_key()}"
         folder.mkdir(exist_ok=True)
@@ -154,12 +169,14 @@ class _Preparation:
 
     # ---- first stage
 
-    def _encode(self) -> list[Stage]:
+    def _encode(self) -> list[Stage | PipelineParts]:
         stages = [
-            Stage(self.work / f"source-{number}-{key}", self.dtype, source)
+            PipelineParts(source, self.tokenizer_sha256, self.dtype)
+            if source.format == "parts"
+            else Stage(self.work / f"source-{number}-{key}", self.dtype, source)
             for number, (source, key) in enumerate(zip(self.sources, self.keys, strict=True))
         ]
-        kept = sum(stage.ids for stage in stages)
+        kept = sum(stage.ids for stage in stages if isinstance(stage, Stage))
         if kept:
             logger.info("Going on after %s ids of an earlier run.", f"{kept:,}")
         self.bar.update(kept)
@@ -171,7 +188,7 @@ class _Preparation:
                 Workers(self.sources, self.tokenizer, self.engine, self.separator_id, processes)
             )
             for number, stage in enumerate(stages):
-                if not stage.done:
+                if isinstance(stage, Stage) and not stage.done:
                     self._encode_source(workers, number, stage)
         return stages
 
@@ -203,17 +220,38 @@ class _Preparation:
 
     def _show(self, number: int, chunk: Chunk, ids: int) -> None:
         """Tokens so far; the total, from which the time left follows, as the part of the bytes read suggests."""
-        done, total = sum(self.sizes[:number]) + chunk.read, sum(self.sizes)
-        if done and all(self.sizes):
+        sizes = [size for size in self.sizes if size is not None]
+        done, total = sum(sizes[:number]) + chunk.read, sum(sizes)
+        if done and len(sizes) == len(self.sizes):
             self.bar.total = int((self.bar.n + ids) * total / min(done, total))
         self.bar.update(ids)
 
     def _processes(self) -> int:
         """Worker processes: none when one is asked for or the text is small, then this process encodes."""
-        wanted = self.data.num_workers or len(os.sched_getaffinity(0) if sys.platform == "linux" else [0] * 2)
-        if all(self.sizes):
-            wanted = min(wanted, -(-sum(self.sizes) // BYTES_PER_WORKER))
+        wanted = self._cores()
+        sizes = [size for size in self.sizes if size is not None]
+        if len(sizes) == len(self.sizes):
+            wanted = min(wanted, -(-sum(sizes) // BYTES_PER_WORKER))
         return wanted if wanted > 1 else 0
+
+    def _cores(self) -> int:
+        """Processes that may work at once."""
+        return self.data.num_workers or len(os.sched_getaffinity(0) if sys.platform == "linux" else [0] * 2)
+
+    # ---- second stage
+
+    def _drop_near_duplicates(self, ledger: Ledger, stages: list[Stage | PipelineParts]) -> None:
+        if self.data.near_duplicates is None:
+            return
+        from .near_duplicates import find_near_duplicates
+
+        logger.info("Looking for near duplicates among %s documents.", f"{ledger.documents:,}")
+        numbers = find_near_duplicates(
+            ledger, self.tokenizer, self.dtype, self.work / "near-duplicates", self._cores(), self.shuffle
+        )
+        for stage, count in zip(stages, ledger.drop(numbers).tolist(), strict=True):
+            if count:
+                stage.skipped.counts["near_duplicate"] += count
 
     # ---- third stage
 
@@ -240,7 +278,7 @@ class _Preparation:
         facts["data"] = {**facts["data"], "num_workers": None, "shards": None}
         return sha256_of_json(facts)[:16]
 
-    def _facts(self, stages: list[Stage], ledger: Ledger, mixture: Mixture) -> dict[str, Any]:
+    def _facts(self, stages: list[Stage | PipelineParts], ledger: Ledger, mixture: Mixture) -> dict[str, Any]:
         """What the manifest says besides counts of the shards."""
         skipped = Skipped()
         for stage in stages:
@@ -249,6 +287,7 @@ class _Preparation:
             "tokenizer_sha256": self.tokenizer_sha256,
             "separator": {"token": END_OF_TEXT, "id": self.separator_id, "policy": "first id of each document"},
             "duplicates": int(ledger.duplicates.sum()),
+            "near_duplicates": self.data.near_duplicates,
             "dropped": dict(sorted(skipped.counts.items())),
             "dropped_first": dict(sorted(skipped.first.items())),
             "not_utf8": skipped.not_utf8(),
@@ -266,10 +305,21 @@ class _Preparation:
         }
 
 
-def _source_facts(source: SourceSection, stage: Stage, different_bytes: int, share: Share) -> dict[str, Any]:
+def _bytes_to_read(source: SourceSection) -> int | None:
+    """Bytes of the files of a source, none when it is encoded already; None: a dataset by name does not say."""
+    if source.format == "parts":
+        return 0
+    files = source_files(source)
+    return sum(path.stat().st_size for path, _ in files) if files else None
+
+
+def _source_facts(
+    source: SourceSection, stage: Stage | PipelineParts, different_bytes: int, share: Share
+) -> dict[str, Any]:
     """A source in the manifest: `bytes` and `available_ids` are those of its different documents, each once."""
     return {
         "licence": source.licence,
+        **({"revision": source.revision} if source.revision else {}),
         "bytes": different_bytes,
         "available_ids": share.available,
         "repeated": round(share.target / share.available, 4) if share.available else 0.0,

@@ -1,11 +1,10 @@
-"""Read one file, or one dataset of the Hub, in chunks; memory is one chunk, one row group or one large record."""
+"""Read one file in chunks; memory is one chunk, one row group or one large record."""
 
 from __future__ import annotations
 
 import gzip
-import json
 import lzma
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -103,7 +102,7 @@ def read_parquet(path: Path, columns: Sequence[str], read: ReadBytes) -> Iterato
 
     try:
         with pq.ParquetFile(path) as file:
-            _require_columns(str(path), columns, file.schema_arrow.names)
+            require_columns(str(path), columns, file.schema_arrow.names)
             size, rows, first = path.stat().st_size, max(file.metadata.num_rows, 1), 1
             for batch in file.iter_batches(batch_size=TABLE_ROWS, columns=list(dict.fromkeys(columns))):
                 for part in _row_chunks(path, batch, columns, first):
@@ -127,7 +126,7 @@ def read_arrow(path: Path, columns: Sequence[str], read: ReadBytes) -> Iterator[
         with pa.memory_map(str(path)) as file:
             first = 1
             for batch in _arrow_batches(file):
-                _require_columns(str(path), columns, batch.schema.names)
+                require_columns(str(path), columns, batch.schema.names)
                 for part in _row_chunks(path, batch, columns, first):
                     part.read = read.before + file.tell()
                     yield part
@@ -174,34 +173,6 @@ def _token_chunk(path: Path, ids: np.ndarray, ends: np.ndarray, offset: int, rea
     payload = b"".join(ids[start:stop].tobytes() for start, stop in spans)
     pieces = [(offset + start, stop - start) for start, stop in spans]
     return Chunk("ids", str(path), payload, offset=offset, pieces=pieces, read=read.now())
-
-
-def read_hub_dataset(path: str, config: str | None, split: str, columns: Sequence[str]) -> Iterator[Chunk]:
-    """The given columns (the text first) of each row of a dataset by name, streamed.
-
-    Raises:
-        DataError: there is no such dataset, configuration, split or column.
-    """
-    import datasets
-
-    def unreadable(error: Exception) -> DataError:
-        reason = " ".join(str(error).split())[:200]
-        return DataError(
-            f"{path} is no local file, and the dataset of that name could not be read: {reason}. Correct path, "
-            f"config or split of the source."
-        )
-
-    try:
-        rows = datasets.load_dataset(path, config, split=split, streaming=True)
-        names = rows.column_names
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise unreadable(error) from error
-    if names is not None:
-        _require_columns(path, columns, names)
-    try:
-        yield from _hub_chunks(path, rows, columns)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise unreadable(error) from error
 
 
 @contextmanager
@@ -261,25 +232,12 @@ def _row_chunks(path: Path, batch: pa.RecordBatch, columns: Sequence[str], first
         yield Chunk("rows", str(path), sink.getvalue().to_pybytes(), first + start)
 
 
-def _hub_chunks(path: str, rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> Iterator[Chunk]:
-    """Rows as JSON lines: a streamed dataset gives Python values, one row at a time."""
-    lines: list[bytes] = []
-    size, first = 0, 1
-    for number, row in enumerate(rows, start=1):
-        try:
-            line = json.dumps({name: row[name] for name in columns if name in row}).encode()
-        except TypeError as error:
-            raise DataError(f"{path} row {number:,}: {error}. Name the column that holds the text.") from error
-        if lines and (size + len(line) > CHUNK_BYTES or len(lines) == CHUNK_DOCUMENTS):
-            yield Chunk("jsonl", path, b"\n".join(lines), first, unit="row")
-            lines, size, first = [], 0, number
-        lines.append(line)
-        size += len(line)
-    if lines:
-        yield Chunk("jsonl", path, b"\n".join(lines), first, unit="row")
+def require_columns(where: str, columns: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse data that lacks one of the columns (the text first) that a source reads.
 
-
-def _require_columns(where: str, columns: Sequence[str], names: Sequence[str]) -> None:
+    Raises:
+        DataError: naming the column, those there are, and the setting.
+    """
     for position, column in enumerate(columns):
         if column not in names:
             setting = "text_column" if position == 0 else "language_column or licence_column"

@@ -58,11 +58,8 @@ class Shard:
 
     def row_at(self, positions: np.ndarray) -> np.ndarray:
         """Row that holds each position (any shape) of the token stream."""
-        return np.searchsorted(self.offsets, positions, side="right") - 1
-
-    def source_at(self, position: int) -> str:
-        """Name of the source that the id at `position` comes from."""
-        return str(self.sources[int(self.row_at(np.asarray(position)))].as_py())
+        # in the type of the offsets: another one would convert all of them at each call
+        return np.searchsorted(self.offsets, positions.astype(self.offsets.dtype), side="right") - 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,9 @@ from ..errors import DataError
 from ..files import bundled
 from ..sections import SourceSection
 from ..tokenization.load import load_backend, separator_id
-from . import readers
+from . import hub, readers
 from .chunks import Chunk, Skipped
+from .pipeline_parts import task_files
 from .readers import ReadBytes
 from .records import Document, documents_of, filter_columns
 
@@ -62,11 +63,13 @@ def read_chunks(source: SourceSection, read: ReadBytes | None = None, cut_large:
     formats = {format_ for _, format_ in files} or {"datasets"}
     if source.splitter is not None and formats != {"text"}:
         raise DataError(f"source {source.name}: splitter {source.splitter} is for text files only. Leave it out.")
+    if formats == {"parts"}:
+        raise DataError(f"source {source.name}: {source.path} is encoded already; only prepare can use it.")
     columns = [source.text_column, *filter_columns(source)]
     if len(columns) > 1 and formats & {"text", "tokens"}:
         raise DataError(f"source {source.name}: text files have no column {columns[1]} to filter by. Leave it out.")
     if not files:
-        yield from readers.read_hub_dataset(source.path, source.config, source.split, columns)
+        yield from hub.read_dataset(source, columns)
     for path, format_ in files:
         if format_ == "text":
             yield from readers.read_text(path, source.splitter, source.utf8, read, cut_large)
@@ -88,6 +91,8 @@ def source_files(source: SourceSection) -> list[tuple[Path, str]]:
     """
     if source.format == "datasets":
         return []
+    if source.format == "parts":
+        return [(path, "parts") for path in task_files(source)]
     paths = _find_paths(source)
     if not paths and source.format == "auto" and _may_be_hub_name(source.path):
         return []

@@ -19,10 +19,12 @@ from typing import IO, Any
 
 import numpy as np
 
+from ..errors import DataError
 from ..files import atomic_file, fsync_path, read_json, sha256_of_json, write_json
 from ..sections import SourceSection
 from .chunks import Chunk, Skipped
 from .encoding import ROW, SAMPLE_EVERY, SAMPLE_FIRST, Encoded, halves
+from .pipeline_parts import TASK_FILE, task_files
 from .records import why_length
 from .sources import source_files
 from .split import RunningDigest
@@ -159,6 +161,44 @@ class Stage:
             if not file.is_file() or file.stat().st_size != size:
                 return None
         return facts
+
+
+class PipelineParts:
+    """All parts of a source in the order of tasks, in the place of a finished `Stage`.
+
+    Raises:
+        DataError: a task was encoded with another tokenizer, or its files are damaged.
+    """
+
+    done = True
+
+    def __init__(self, source: SourceSection, tokenizer_sha256: str, dtype: np.dtype[Any]) -> None:
+        self.parts: list[Part] = []
+        self.skipped = Skipped()
+        self.documents = self.ids = 0
+        for path in [path for path in task_files(source) if path.name == TASK_FILE]:
+            facts = read_json(path)
+            if facts["version"] != STAGING_VERSION or facts["tokenizer_sha256"] != tokenizer_sha256:
+                raise DataError(
+                    f"source {source.name}: {path.parent} was encoded with the tokenizer "
+                    f"{facts['tokenizer_sha256'][:12]}..., the pack is encoded with {tokenizer_sha256[:12]}.... Use "
+                    f"that tokenizer for the pack, or run the pipeline again with this one."
+                )
+            stage = Stage(path.parent, dtype, source)
+            if not stage.done:
+                raise DataError(f"source {source.name}: {path.parent} is damaged. Run its task of the pipeline again.")
+            self.parts += stage.parts
+            self.skipped.merge(stage.skipped)
+            self.documents += stage.documents
+            self.ids += stage.ids
+
+    def abandon(self) -> None:
+        """Nothing is open."""
+
+
+def task_facts(tokenizer_sha256: str, engine: str) -> dict[str, Any]:
+    """What `task.json` beside the parts of a pipeline's task says."""
+    return {"version": STAGING_VERSION, "tokenizer_sha256": tokenizer_sha256, "engine": engine}
 
 
 def stage_key(source: SourceSection, tokenizer_sha256: str, engine: str) -> str:

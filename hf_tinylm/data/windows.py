@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from ..errors import ConfigError, DataError
 from .permutation import hash_counters, key_of, permute
+from .target_sources import TargetSources
 
 WindowOrder = Literal["permutation", "random", "sequential"]
 
@@ -44,6 +45,7 @@ class TokenWindows(Dataset[dict[str, torch.Tensor]]):
         seed: any integer.
         names: what `describe` calls the streams; their indices when absent.
         separator: the first id of each document; when given, `batch` adds positions that keep documents apart.
+        sources: where the streams come from; without it `source_names` is empty.
 
     Raises:
         DataError: no stream holds a single window.
@@ -57,6 +59,7 @@ class TokenWindows(Dataset[dict[str, torch.Tensor]]):
         seed: int,
         names: Sequence[str] | None = None,
         separator: int | None = None,
+        sources: TargetSources | None = None,
     ) -> None:
         if sequence_length < 1:
             raise ConfigError(f"sequence_length={sequence_length} is not a window; give 1 or more tokens.")
@@ -66,6 +69,7 @@ class TokenWindows(Dataset[dict[str, torch.Tensor]]):
         self.order: WindowOrder = order
         self.seed = seed
         self.separator = separator
+        self._sources = sources
         self.names = list(names) if names is not None else [str(index) for index in range(len(streams))]
         lengths = np.array([len(stream) for stream in streams], dtype=np.int64)
         self.ids = int(lengths.sum())
@@ -147,6 +151,25 @@ class TokenWindows(Dataset[dict[str, torch.Tensor]]):
         if self.separator is not None:
             batch["position_ids"] = torch.from_numpy(document_positions(ids[:, :-1], self.separator))
         return batch
+
+    @property
+    def source_names(self) -> list[str]:
+        """The sources that `target_sources` counts by; none when they are not known."""
+        return [] if self._sources is None else self._sources.names
+
+    def target_sources(self, ks: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Which of `source_names` each target of the windows `ks` (n,) comes from: int64 (n, T).
+
+        A separator belongs to the document that it begins.
+        """
+        assert self._sources is not None, "windows without sources were asked for them"
+        streams, starts = self.locate(ks)
+        found = np.empty((len(starts), self.sequence_length), dtype=np.int64)
+        for stream in np.unique(streams):
+            rows = streams == stream
+            positions = starts[rows, None] + np.arange(1, self.sequence_length + 1)
+            found[rows] = self._sources.at(int(stream), positions)
+        return found
 
     def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
         """What `batch` gives of window k, without its first dimension."""

@@ -12,7 +12,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from ..data.pack import Pack
-from ..data.windows import document_positions
+from ..data.windows import TokenWindows, document_positions
 from ..errors import DataError
 from ..planning import uniform_loss
 from .baselines import kneser_ney_bigram_loss, unigram_loss
@@ -29,7 +29,8 @@ def evaluate_pack(model: nn.Module, pack: Pack, eval_tokens: int, progress: bool
 
     Returns:
         `items` (windows), `tokens`, and `results` {metric: {value, stderr, rule}}: `loss` (nats per token) and
-        `bits_per_byte` of the model, and of `uniform`, `unigram` and `kneser_ney_bigram` counts of the training shards.
+        `bits_per_byte` of the model, and of `uniform`, `unigram` and `kneser_ney_bigram` counts of the training shards;
+        `loss/NAME` of each source of the pack.
 
     Raises:
         DataError: the model has fewer tokens than the pack's vocabulary.
@@ -39,7 +40,8 @@ def evaluate_pack(model: nn.Module, pack: Pack, eval_tokens: int, progress: bool
     ids = pack.validation.gather(np.arange(windows))
     separator = pack.validation.separator
     positions = None if separator is None else document_positions(ids[:, :-1], separator)
-    nats = window_losses(model, ids, pack.shards.vocab_size, progress, positions)
+    by_target = target_losses(model, ids, pack.shards.vocab_size, progress, positions)
+    nats = by_target.sum(axis=1, dtype=np.float64)
     contexts, targets = ids[:, :-1].ravel(), ids[:, 1:].ravel()
     streams, vocabulary = [shard.ids for shard in pack.shards.train], pack.shards.vocab_size
     rule = RULE.format(length=length)
@@ -65,18 +67,19 @@ def evaluate_pack(model: nn.Module, pack: Pack, eval_tokens: int, progress: bool
                 "stderr": None if error is None else error * scale,
                 "rule": f"{found_rule}; nats / ln 2 / bytes of UTF-8 text, separators cost nats and have no bytes",
             }
+    results |= _results_of_sources(by_target, pack.validation, rule)
     return {"items": windows, "tokens": targets.size, "results": results}
 
 
 @torch.no_grad()
-def window_losses(
+def target_losses(
     model: nn.Module,
     ids: np.ndarray,
     vocab_size: int,
     progress: bool = False,
     position_ids: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Summed loss in nats of each window of `ids` (n, T+1), float64 (n,); the model's mode is restored.
+    """Loss in nats of each target of the windows `ids` (n, T+1), float32 (n, T); the model's mode is restored.
 
     Args:
         position_ids: (n, T) when documents are to be kept apart.
@@ -100,10 +103,25 @@ def window_losses(
                     "trained with this pack's tokenizer."
                 )
             losses = functional.cross_entropy(logits.transpose(1, 2).float(), batch[:, 1:], reduction="none")
-            found.append(losses.double().sum(dim=1).cpu().numpy())
+            found.append(losses.cpu().numpy())
     finally:
         model.train(was_training)
     return np.concatenate(found)
+
+
+def _results_of_sources(by_target: np.ndarray, windows: TokenWindows, rule: str) -> dict[str, dict[str, Any]]:
+    """Result of each source that has targets among `by_target` (n, T); errors as of a ratio of sums over windows."""
+    sources = windows.target_sources(np.arange(len(by_target)))
+    found = {}
+    for number, name in enumerate(windows.source_names):
+        own = sources == number
+        nats, counts = np.where(own, by_target, 0.0).sum(axis=1, dtype=np.float64), own.sum(axis=1)
+        if counts.any():
+            value = float(nats.sum() / counts.sum())
+            error = _standard_error((nats - value * counts) / counts.mean())
+            of_source = f"{rule}; the {int(counts.sum()):,} targets of {name}"
+            found[f"loss/{name}"] = {"value": value, "stderr": error, "rule": of_source}
+    return found
 
 
 def _standard_error(values: np.ndarray) -> float | None:

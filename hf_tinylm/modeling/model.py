@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,6 +79,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def as_multiplied(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype of autocast's matrix products: one copy for all projections that read it, not one for each."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
 class ResidualProjection(nn.Linear):
     """A projection whose output is added to the residual stream; it starts smaller in a deeper model."""
 
@@ -113,6 +120,7 @@ class TinyLMAttention(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         batch, length, _ = x.shape
+        x = as_multiplied(x)
         query = self.q_proj(x).view(batch, length, -1, self.head_dim)
         key = self.k_proj(x).view(batch, length, -1, self.head_dim)
         value = self.v_proj(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
@@ -138,6 +146,7 @@ class TinyLMMLP(nn.Module):
         self.down_proj = ResidualProjection(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = as_multiplied(x)
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -267,6 +276,13 @@ class TinyLMModel(TinyLMPreTrainedModel):
         return create_causal_mask(**{name: value for name, value in arguments.items() if name in _MASK_PARAMETERS})
 
 
+@dataclass
+class TinyLMOutput(CausalLMOutputWithPast):
+    """The output of stock models, and the loss of each target (B, T) when it was asked for."""
+
+    target_losses: torch.Tensor | None = None
+
+
 class TinyLMForCausalLM(TinyLMPreTrainedModel, GenerationMixin):
     """Language model with a next-token loss that needs no logits to be returned.
 
@@ -299,6 +315,7 @@ class TinyLMForCausalLM(TinyLMPreTrainedModel, GenerationMixin):
         shift_labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         return_logits: bool | None = None,
+        return_target_losses: bool = False,
         return_dict: bool = True,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[torch.Tensor, ...]:
@@ -311,10 +328,11 @@ class TinyLMForCausalLM(TinyLMPreTrainedModel, GenerationMixin):
             num_items_in_batch: supervised targets that the summed loss is divided by; None: those of this batch.
             logits_to_keep: compute logits of the last n positions only (0: all).
             return_logits: None: unless a loss is computed while training.
+            return_target_losses: also give the loss of each target; the loss itself stays what it is.
 
         Returns:
             `loss` in nats (scalar, with labels), `logits` (B, T, V) in the compute dtype (None while training with
-            labels), and the key/value cache.
+            labels), the key/value cache, and `target_losses` (B, T) in nats without a gradient, if asked for.
         """
         if shift_labels is None and labels is not None:
             shift_labels = shifted(labels)
@@ -337,16 +355,19 @@ class TinyLMForCausalLM(TinyLMPreTrainedModel, GenerationMixin):
             return_logits = shift_labels is None or not self.training
         weight = self.lm_head.weight[: self.config.num_tokens]
         logits = functional.linear(hidden, weight) if return_logits else None
-        loss = None
+        loss = each = None
         if shift_labels is not None:
-            if logits is None:
-                total = projected_loss(hidden, weight, shift_labels, self.loss_of_chunk)
+            if return_target_losses:
+                each = torch.zeros(shift_labels.shape, device=hidden.device)
+            if logits is None or each is not None:
+                total = projected_loss(hidden, weight, shift_labels, self.loss_of_chunk, each)
             else:
                 total = summed_loss(logits, shift_labels)
             loss = normalised(total, shift_labels, num_items_in_batch)
-        result = CausalLMOutputWithPast(
+        result = TinyLMOutput(
             loss=loss,
             logits=None if logits is None else self._padded(logits),
+            target_losses=each,
             **{CACHE_KEY: outputs.get(CACHE_KEY)},
         )
         return result if return_dict else result.to_tuple()

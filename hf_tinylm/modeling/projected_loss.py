@@ -14,23 +14,21 @@ from typing import Any
 
 import torch
 
+from ..planning.memory import CHUNK_ELEMENTS
 from .loss import IGNORE_INDEX
-
-# Logits held at once. Fewer would read the whole projection more often for each row; more would be memory without use.
-CHUNK_ELEMENTS = 2**25
 
 ChunkLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def chunk_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Summed cross-entropy in nats of logits (n, V) for targets (n,); the logits become its gradient, in place."""
+    """Cross-entropies (n,) in nats of logits (n, V); the logits become the gradient of their sum, in place."""
     log_probabilities = torch.log_softmax(_wide(logits), dim=-1)
     rows = torch.arange(len(targets), device=targets.device)
-    total = -log_probabilities[rows, targets].sum()
+    losses = -log_probabilities[rows, targets]
     gradient = log_probabilities.exp_()
     gradient[rows, targets] -= 1
     logits.copy_(gradient)
-    return total
+    return losses
 
 
 def compilable_chunk_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -38,15 +36,19 @@ def compilable_chunk_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.
     wide = _wide(logits)
     highest = wide.amax(dim=-1, keepdim=True)
     log_sum = (wide - highest).exp().sum(dim=-1, keepdim=True).log() + highest
-    total = (log_sum - wide.gather(1, targets[:, None])).sum()
+    losses = (log_sum - wide.gather(1, targets[:, None]))[:, 0]
     is_target = torch.arange(logits.shape[1], device=logits.device)[None, :] == targets[:, None]
     logits.copy_((wide - log_sum).exp() - is_target.to(wide.dtype))
-    return total
+    return losses
 
 
 @torch.compiler.disable(recursive=False)
 def projected_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, shift_labels: torch.Tensor, loss_of_chunk: ChunkLoss = chunk_loss
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    shift_labels: torch.Tensor,
+    loss_of_chunk: ChunkLoss = chunk_loss,
+    of_targets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum of cross-entropies in nats of `hidden @ weight.T` over the supervised targets.
 
@@ -57,6 +59,7 @@ def projected_loss(
         weight: (V, D) output projection.
         shift_labels: (B, T) targets, `IGNORE_INDEX` where there is none.
         loss_of_chunk: `chunk_loss`, or a compiled `compilable_chunk_loss`.
+        of_targets: (B, T) zeros to which the loss of each target is written, for those who look at it.
 
     Returns:
         A scalar: float32, or float64 for float64 weights.
@@ -65,8 +68,10 @@ def projected_loss(
     supervised = targets != IGNORE_INDEX
     if not bool(supervised.all()):
         rows, targets = rows[supervised], targets[supervised]
-    total: torch.Tensor = _ProjectedLoss.apply(rows, weight, targets, loss_of_chunk)
-    return total
+    found: tuple[torch.Tensor, torch.Tensor] = _ProjectedLoss.apply(rows, weight, targets, loss_of_chunk)
+    if of_targets is not None:
+        of_targets.view(-1)[supervised] = found[1].to(of_targets.dtype)
+    return found[0]
 
 
 class _ProjectedLoss(torch.autograd.Function):
@@ -75,12 +80,13 @@ class _ProjectedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, loss_of_chunk: ChunkLoss
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = _compute_dtype(rows)
         own_rows, own_weight = rows.to(dtype), weight.to(dtype)
         count = max(1, CHUNK_ELEMENTS // len(weight))
         logits = own_rows.new_empty((min(count, len(rows)), len(weight)))
         total = torch.zeros((), dtype=_wide(logits[:0]).dtype, device=rows.device)
+        losses = total.new_empty(len(rows))
         needs_rows, needs_weight = ctx.needs_input_grad[:2]
         rows_gradient = torch.empty_like(own_rows) if needs_rows else None
         weight_gradient = torch.zeros_like(weight) if needs_weight else None
@@ -90,18 +96,20 @@ class _ProjectedLoss(torch.autograd.Function):
                 chunk = own_rows[first : first + count]
                 part = logits[: len(chunk)]
                 torch.mm(chunk, own_weight.T, out=part)
-                total += loss_of_chunk(part, targets[first : first + count])
+                losses[first : first + count] = loss_of_chunk(part, targets[first : first + count])
+                total += losses[first : first + count].sum()
                 if rows_gradient is not None:
                     torch.mm(part, own_weight, out=rows_gradient[first : first + count])
                 if weight_gradient is not None:
                     weight_gradient += torch.mm(part.T, chunk)
         ctx.save_for_backward(rows_gradient, weight_gradient)
         ctx.rows_dtype = rows.dtype
-        return total
+        ctx.mark_non_differentiable(losses)
+        return total, losses
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = gradients
+        gradient = gradients[0]
         rows_gradient, weight_gradient = ctx.saved_tensors
         if rows_gradient is not None:
             rows_gradient = rows_gradient.to(ctx.rows_dtype) * gradient.to(ctx.rows_dtype)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import TokenizerError
 from .load import BackendTokenizer, backend_json, is_byte_level, special_ids, split_steps, token_bytes
-from .special import QWEN2_SPLIT
+from .special import END_OF_TEXT, QWEN2_SPLIT
 
 if TYPE_CHECKING:
     import tiktoken
@@ -151,7 +151,10 @@ def _tiktoken_encoding(tokenizer: PreTrainedTokenizerFast | BackendTokenizer) ->
     pattern = _split_pattern(backend_json(tokenizer))
     assert pattern is not None
     ranks = {spelled: id_ for id_, spelled in token_bytes(tokenizer).items()}
-    return tiktoken.Encoding("hf_tinylm", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    # Never allowed, so never found. Without any special token its search for them stops at every character of a text,
+    # which takes longer than encoding does.
+    unused = {END_OF_TEXT: max(ranks.values()) + 1}
+    return tiktoken.Encoding("hf_tinylm", pat_str=pattern, mergeable_ranks=ranks, special_tokens=unused)
 
 
 def _require_utf8(text: str) -> None:

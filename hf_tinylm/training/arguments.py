@@ -117,6 +117,8 @@ class LMTrainingArguments(TrainingArguments):
     eval_tokens: int = 1_048_576
     init_from: str | None = None
     init_optimizer: bool = False
+    source_loss: bool = False
+    stage_dir: str | None = None
     nonfinite: Literal["stop", "skip"] = "stop"
     nonfinite_limit: int = 10
     stop_after_updates: int | None = None
@@ -245,7 +247,7 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
 _SAME_NAME = (
     *("save_minutes", "save_total_limit", "save_best", "milestone_steps", "save_in_background", "init_from"),
     *("init_optimizer", "nonfinite", "nonfinite_limit", "stop_after_updates", "max_hours", "max_cost"),
-    *("price_per_hour", "note", "expect", "fp16"),
+    *("price_per_hour", "note", "expect", "fp16", "source_loss", "stage_dir"),
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DataError
 from ..files import TEMPORARY_PREFIX, atomic_folder, read_json, sha256_of_file, write_json
 
 MANIFEST = "manifest.json"
@@ -113,17 +114,20 @@ def _file_fault(path: Path, size: int, digest: str) -> str | None:
     return None if found == digest else f"the SHA-256 of {path.name} differs from the manifest"
 
 
-def select_checkpoint(output_dir: Path, asked: str) -> tuple[Path | None, list[str]]:
+def select_checkpoint(
+    output_dir: Path, asked: str, nearby: Callable[[Path], Path] = Path
+) -> tuple[Path | None, list[str]]:
     """The checkpoint to resume from, and a line on each that was passed over.
 
     Args:
         asked: `auto` (the newest whole one, or None when there is none) or a checkpoint folder.
+        nearby: gives the copy of a checkpoint that is read, or raises `DataError` when its source is damaged.
 
     Raises:
         CheckpointError: a folder was named and is not a whole checkpoint.
     """
     if asked != "auto":
-        fault = checkpoint_fault(Path(asked))
+        fault = _fault_nearby(Path(asked), nearby)
         if fault:
             raise CheckpointError(
                 f"{asked} cannot be resumed from: {fault}. "
@@ -132,11 +136,21 @@ def select_checkpoint(output_dir: Path, asked: str) -> tuple[Path | None, list[s
         return Path(asked), []
     passed_over: list[str] = []
     for folder in reversed(list_checkpoints(output_dir)):
-        fault = checkpoint_fault(folder)
+        fault = _fault_nearby(folder, nearby)
         if fault is None:
             return folder, passed_over
         passed_over.append(f"{folder.name} was passed over: {fault}")
     return None, passed_over
+
+
+def _fault_nearby(folder: Path, nearby: Callable[[Path], Path]) -> str | None:
+    """`checkpoint_fault` of the copy that is read."""
+    if not (folder / MANIFEST).is_file():
+        return checkpoint_fault(folder)
+    try:
+        return checkpoint_fault(nearby(folder))
+    except DataError as error:
+        return str(error)
 
 
 def last_good(output_dir: Path) -> str:

@@ -20,13 +20,17 @@ def run_summary(trainer: LMTrainer) -> dict[str, str]:
         "training tokens (supervised)": f"{trainer.supervised_tokens:,}",
         "updates": f"{trainer.state.global_step:,} of {trainer.plan.global_batch_tokens:,} tokens",
     }
-    evaluations = [row for row in trainer.record.metrics.rows() if "eval_loss" in row]
-    if evaluations:
-        last = evaluations[-1]
+    last = last_evaluation(trainer)
+    if last is not None:
         found["validation loss"] = f"{last['eval_loss']:.4f} nats per token over {last['eval_tokens']:,} tokens"
         if "bits_per_byte" in last:
             found["validation bits per byte"] = f"{last['bits_per_byte']:.4f}"
     return found
+
+
+def last_evaluation(trainer: LMTrainer) -> dict[str, Any] | None:
+    """The last row of metrics.jsonl that is an evaluation; None when there was none."""
+    return next((row for row in reversed(trainer.record.metrics.rows()) if "eval_loss" in row), None)
 
 
 def write_done(trainer: LMTrainer, final: Path) -> dict[str, Any]:
@@ -36,6 +40,7 @@ def write_done(trainer: LMTrainer, final: Path) -> dict[str, Any]:
         "updates": trainer.state.global_step,
         "supervised_tokens": trainer.supervised_tokens,
         "final_weights_sha256": {path.name: sha256_of_file(path) for path in sorted(final.glob("*.safetensors"))},
+        "last_evaluation": last_evaluation(trainer),
         "last_checkpoint": manifest.parent.name,
         "last_checkpoint_manifest_sha256": sha256_of_file(manifest),
         "clocks": trainer.record.clocks.report(trainer.supervised_tokens, trainer.args.price_per_hour),

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..contract import METRICS
 from ..errors import TrainingError
-from ..files import write_text
+from ..files import read_rows, write_text
+from ..planning.devices import peak_of
 from .checkpoint import last_good
 
-METRICS = "metrics.jsonl"
-EVENTS = "events.jsonl"
+__all__ = ["EVENTS", "METRICS", "Events", "JsonLines", "peak_flops", "read_rows"]
 
-# Dense bfloat16 peaks in FLOP/s, as published in each vendor's data sheet, for `mfu`.
-_PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "RTX 5090": 209.5e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
-}
+EVENTS = "events.jsonl"
 
 
 def peak_flops() -> float | None:
@@ -39,15 +25,6 @@ def peak_flops() -> float | None:
     if not torch.cuda.is_available():
         return None
     return peak_of(torch.cuda.get_device_name())
-
-
-def peak_of(name: str) -> float | None:
-    """The published peak of a GPU by its name, which must hold every word of an entry and no other variant's."""
-    words = set(re.split(r"[\s-]+", name))
-    if "NVL" in words:
-        return None
-    entries = sorted(_PEAK_FLOPS.items(), key=lambda entry: -len(entry[0].split()))
-    return next((peak for key, peak in entries if set(key.split()) <= words), None)
 
 
 class JsonLines:
@@ -91,19 +68,6 @@ class JsonLines:
         if self.enabled and self.path.exists():
             write_text(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
         return len(rows) - len(kept)
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Whole rows of a JSON-lines file; none when it does not exist."""
-    if not path.is_file():
-        return []
-    rows = []
-    for line in path.read_bytes().split(b"\n"):  # not splitlines: a row may hold other characters that end a line
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue  # empty, or torn by a crash in the middle of an append
-    return rows
 
 
 def _mend_last_line(path: Path) -> None:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..contract import RUN_FILE, check_contract, new_contract, write_contract
+from ..data.local_copy import local_copy
 from ..errors import CheckpointError, ContractError
 from ..files import read_json, refuse_folder_in_use, sha256_of_json
+from ..planning.disk import checkpoints_kept
 from .checkpoint import Snapshot, list_checkpoints, read_checkpoint, select_checkpoint, set_aside_newer
 from .clocks import Clocks
 from .folder import RunLock, check_disk, is_start_that_was_killed, leftovers, remove_leftovers, size_of
@@ -61,13 +63,14 @@ class RunRecord:
             ConfigError: a new run in a folder in use, or too little room on its disk.
         """
         args = self.trainer.args
-        folder, passed_over = select_checkpoint(self.output_dir, asked) if asked else (None, [])
+        folder, passed_over = select_checkpoint(self.output_dir, asked, self._nearby) if asked else (None, [])
         known = bool(asked) and (self.output_dir / RUN_FILE).is_file()
         contract = self._contract(known)
         self.identity_sha256 = sha256_of_json(contract["identity"])
         changed = check_contract(self.output_dir, contract) if known or folder is not None else []
         if folder is None and args.init_from is not None:
-            initialise_from(args.init_from, args.init_optimizer, self.trainer.model, self.trainer.optimizer)
+            start = str(self._nearby(Path(args.init_from), "init_from"))
+            initialise_from(start, args.init_optimizer, self.trainer.model, self.trainer.optimizer)
         if self.main:
             if not known and not is_start_that_was_killed(self.output_dir):
                 refuse_folder_in_use(self.output_dir)
@@ -79,7 +82,7 @@ class RunRecord:
             self._tell(trace, passed_over, changed)
         self.trainer.accelerator.wait_for_everyone()  # all have selected their checkpoint before any is renamed
         if folder is not None:
-            self._restore(read_checkpoint(folder), folder, changed)
+            self._restore(read_checkpoint(self._nearby(folder)), folder, changed)
             return True
         plan = self.trainer.plan
         thrown_away = self._continue_clocks({}, 0)
@@ -111,6 +114,14 @@ class RunRecord:
             self.saver.wait()
         folders = list_checkpoints(self.output_dir)
         return folders[-1].name if folders else None
+
+    def _nearby(self, folder: Path, kind: str = "resume") -> Path:
+        """The folder that is read in place of `folder`: itself, or its copy in `stage_dir`."""
+        stage_dir = self.trainer.args.stage_dir
+        if stage_dir is None:
+            return folder
+        slot_of = folder.parent if kind == "resume" else folder  # of a run's checkpoints one copy is kept
+        return local_copy(folder, Path(stage_dir), kind, slot_of)
 
     # ---- contract -----------------------------------------------------------------------------------------------
 
@@ -178,12 +189,10 @@ class RunRecord:
         """Bytes that the run may still write, and what they are."""
         trainer, args = self.trainer, self.trainer.args
         shape = trainer.model.config.shape
-        saves = trainer.plan.updates // args.save_steps + 1 if args.save_strategy == "steps" else 1
-        if args.save_minutes is not None and args.save_total_limit is not None:
-            saves = max(saves, args.save_total_limit)
-        kept = saves if args.save_total_limit is None else min(args.save_total_limit, saves)
-        kept += trainer.plan.updates // args.milestone_steps if args.milestone_steps else 0
-        kept += 1 if args.eval_strategy == "steps" and saves > kept else 0
+        kept = checkpoints_kept(
+            trainer.plan.updates, int(args.save_steps) if args.save_strategy == "steps" else None, args.save_minutes,
+            args.save_total_limit, args.milestone_steps, args.eval_strategy == "steps",
+        )  # fmt: skip
         there = len(list_checkpoints(self.output_dir))
         checkpoints = max(0, kept - there) + 1
         final = 4 * shape.parameters

@@ -20,11 +20,11 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Prog
 from transformers.trainer_utils import TrainOutput
 
 from ..errors import ConfigError, RunStopped, TrainingError
-from ..modeling.loss import IGNORE_INDEX
 from ..modeling.model import TinyLMForCausalLM
 from ..modeling.projected_loss import compilable_chunk_loss
 from ..modeling.stock import save_stock_model
 from .arguments import LMTrainingArguments, plan_run
+from .batches import micro_batches
 from .callbacks import ProgressBar
 from .clocks import budget_reached, synchronise
 from .interrupt import INTERRUPT
@@ -34,8 +34,9 @@ from .optimizer import adamw
 from .random_state import restore_random, undisturbed_random
 from .record import RunRecord
 from .schedule import CosineSchedule
+from .source_loss import by_source, training_sources
 from .update import Update, UpdateResult
-from .validation import validate
+from .validation import evaluation_row, validate
 
 # A float16 gradient that still overflows after so many halvings of the scale is not an overflow of the scale.
 OVERFLOW_LIMIT = 40
@@ -86,6 +87,7 @@ class LMTrainer(Trainer):
         self.plan = plan_run(args, train_dataset)
         self.schedule = CosineSchedule(args.learning_rate, args.min_lr_ratio, int(args.warmup_steps), self.plan.updates)
         self.output_dir = Path(str(args.output_dir))
+        self.sources = training_sources(args.source_loss, train_dataset)
         self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
         self.run_facts, self.run_config, self.export_bytes = run_facts or {}, run_config, export_bytes
         super().__init__(
@@ -154,7 +156,7 @@ class LMTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Mean loss in nats, and bits per byte, over the same fixed validation windows every time.
+        """Mean loss in nats, of each source too, and bits per byte, over the same fixed validation windows every time.
 
         Returns:
             The numbers; empty when a signal ended the evaluation, on every process.
@@ -173,7 +175,9 @@ class LMTrainer(Trainer):
             )  # fmt: skip
         if found is None:
             return {}
+        parts = found.pop("loss_by_source", {})
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+        metrics |= {f"{metric_key_prefix}_loss/{name}": value for name, value in parts.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -192,7 +196,8 @@ class LMTrainer(Trainer):
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         self.control.should_training_stop |= self.ended
         start, clocks = self.state.global_step, self.record.clocks
-        updates = Update(self.accelerator, model, self.optimizer, self.args.max_grad_norm, self.scaler)
+        norm, sources = self.args.max_grad_norm, len(self.sources)
+        updates = Update(self.accelerator, model, self.optimizer, norm, self.scaler, sources)
         if self.accelerator.num_processes > 1:
             updates.warm_up(self.train_dataset.batch(np.arange(self.plan.per_device_train_batch_size)))
         set_seed(self.args.seed, device_specific=True)
@@ -356,24 +361,13 @@ class LMTrainer(Trainer):
             "mfu": None if peak is None else flops * per_second / (peak * self.accelerator.num_processes),
             "wall_seconds": round(clocks.wall_seconds, 3),
         }
-        self.record.metrics.append(self._row)
+        parts = {"loss_by_source": by_source(self.sources, result.source_sums)} if self.sources else {}
+        self.record.metrics.append(self._row | parts)
 
     def _batches_of(self, number: int) -> list[dict[str, torch.Tensor]]:
         """This process's micro-batches of the zero-based update."""
-        return [self._micro_batch(number, row) for row in range(self.plan.gradient_accumulation_steps)]
-
-    def _micro_batch(self, number: int, row: int) -> dict[str, torch.Tensor]:
-        """Micro-batch `row` of update `number` on this process; targets beyond the token budget are masked."""
-        plan, rows = self.plan, self.plan.per_device_train_batch_size
-        first = self.accelerator.process_index * plan.windows_per_process + row * rows
-        within = np.arange(first, first + rows)  # positions within the update, the same however many processes share it
-        batch = self.train_dataset.batch((number + self.skipped_batches) * plan.windows_per_update + within)
-        left = plan.tokens_of_update(number)
-        if left < plan.global_batch_tokens:
-            length = plan.sequence_length
-            beyond = torch.from_numpy(within[:, None] * length + np.arange(length)[None, :] >= left)
-            batch["shift_labels"] = batch["shift_labels"].masked_fill(beyond, IGNORE_INDEX)
-        return batch
+        process, skipped = self.accelerator.process_index, self.skipped_batches
+        return micro_batches(self.train_dataset, self.plan, process, number, skipped, bool(self.sources))
 
     def _evaluate_and_record(self) -> float | None:
         """Evaluate the present update and write its row; None, with `evaluation_due` set, when a signal ended it."""
@@ -381,10 +375,7 @@ class LMTrainer(Trainer):
         self.evaluation_due = not found
         if not found:
             return None
-        row = {"step": self.state.global_step, "eval_loss": found["eval_loss"]}
-        if "eval_bits_per_byte" in found:
-            row["bits_per_byte"] = found["eval_bits_per_byte"]
-        self.record.metrics.append({**row, "eval_tokens": int(found["eval_tokens"])})
+        self.record.metrics.append({"step": self.state.global_step, **evaluation_row(found)})
         wall = round(self.record.clocks.wall_seconds, 6)
         self.record.events.add("evaluated", self.state.global_step, eval_loss=found["eval_loss"], wall_seconds=wall)
         if self._is_best(found) and self.args.save_best:

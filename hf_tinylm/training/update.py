@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from ..modeling.loss import count_targets
+from .source_loss import SOURCE_IDS, source_sums
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class UpdateResult:
     Attributes:
         requests: the sums over processes of what each of them asked for.
         bad_batches: this process's micro-batches whose loss was not finite.
+        source_sums: nats and targets of each source over all processes, (2, sources); no sources unless asked for.
         overflow: float16 gradients overflowed at the present scale; the update is to be tried again at a lower one.
     """
 
@@ -30,6 +33,7 @@ class UpdateResult:
     clipped: bool
     requests: tuple[float, ...] = ()
     bad_batches: list[int] = field(default_factory=list)
+    source_sums: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
     overflow: bool = False
 
     @property
@@ -47,6 +51,7 @@ class Update:
     Args:
         accelerator: gives `device`, `num_processes`, `no_sync(model)`, `reduce(tensor, reduction)`.
         scaler: a gradient scaler for float16, or None.
+        sources: above 0, batches have `source_ids` (n, T) below it, and the loss of each source is summed.
     """
 
     def __init__(
@@ -56,12 +61,14 @@ class Update:
         optimizer: torch.optim.Optimizer,
         max_grad_norm: float,
         scaler: torch.amp.GradScaler | None = None,
+        sources: int = 0,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler
+        self.sources = sources
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def run(
@@ -77,15 +84,17 @@ class Update:
                 "stop after this update".
         """
         targets = self._targets_of_all(batches)
-        losses = self._accumulate(batches, targets)
+        losses, sums = self._accumulate(batches, targets)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        loss, norm_value, agreed = self._agree(losses, norm, requests())
+        loss, norm_value, agreed = self._agree(losses, norm, (*requests(), *sums.ravel()))
+        split = len(agreed) - sums.size
+        agreed, by_source = agreed[:split], np.array(agreed[split:]).reshape(sums.shape)
         clipped = self.max_grad_norm > 0 and norm_value > self.max_grad_norm
         bad = [number for number, finite in enumerate(torch.isfinite(losses).tolist()) if not finite]
         overflow = self.scaler is not None and math.isfinite(loss) and not math.isfinite(norm_value)
-        result = UpdateResult(loss, targets, norm_value, clipped, agreed, bad, overflow)
+        result = UpdateResult(loss, targets, norm_value, clipped, agreed, bad, by_source, overflow)
         if result.applied:
             self._commit(learning_rate, norm)
         if self.scaler is not None:  # a loss that is not finite says nothing about the scale, which then stays
@@ -119,23 +128,31 @@ class Update:
         counted = torch.tensor([own], dtype=torch.int64, device=self.accelerator.device)
         return int(self.accelerator.reduce(counted, reduction="sum").item())
 
-    def _accumulate(self, batches: list[dict[str, torch.Tensor]], targets: int) -> torch.Tensor:
+    def _accumulate(self, batches: list[dict[str, torch.Tensor]], targets: int) -> tuple[torch.Tensor, np.ndarray]:
         """Backward over all micro-batches, reducing over processes once.
 
         Returns:
-            (micro-batches,) float32: each one's share of the mean loss.
+            (micro-batches,) float32: each one's share of the mean loss; and this process's `source_sums` (2, sources).
         """
         processes = self.accelerator.num_processes
-        losses = []
+        wanted = {"return_target_losses": True} if self.sources else {}
+        losses, of_targets = [], []
         for position, batch in enumerate(batches):
             last = position == len(batches) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-                on_device = {k: v.to(self.accelerator.device, non_blocking=True) for k, v in batch.items()}
-                loss = self.model(**on_device, num_items_in_batch=max(1, targets)).loss
+                inputs = {name: tensor for name, tensor in batch.items() if name != SOURCE_IDS}
+                on_device = {k: v.to(self.accelerator.device, non_blocking=True) for k, v in inputs.items()}
+                output = self.model(**on_device, num_items_in_batch=max(1, targets), **wanted)
+                loss = output.loss
                 scaled = loss * processes if processes > 1 else loss
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             losses.append(loss.detach().float())
-        return torch.stack(losses)
+            if self.sources:
+                of_targets.append(output.target_losses)
+        sums = np.zeros((2, self.sources))
+        for batch, each in zip(batches, of_targets, strict=False):  # not before all micro-batches are under way
+            sums += source_sums(each, batch["shift_labels"], batch[SOURCE_IDS], self.sources)
+        return torch.stack(losses), sums
 
     def _agree(
         self, losses: torch.Tensor, norm: torch.Tensor, requests: Sequence[float]

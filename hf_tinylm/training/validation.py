@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import TrainingError
 from ..modeling.loss import IGNORE_INDEX, count_targets
+from .source_loss import SOURCE_IDS, by_source, source_sums
 
 
 def validate(
@@ -22,25 +23,28 @@ def validate(
     batch_size: int,
     token_bytes: torch.Tensor | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
-) -> dict[str, float] | None:
+) -> dict[str, Any] | None:
     """Loss over the first `eval_tokens` targets (whole windows, at least one) of `dataset`, shared by all processes.
 
     Args:
         model: the unwrapped model; its mode is restored.
-        dataset: windows with `sequence_length`, `len()` and `batch(ks)`.
+        dataset: windows with `sequence_length`, `len()` and `batch(ks)`; when it has `source_names`,
+            `target_sources(ks)` says which of them each target comes from.
         token_bytes: (V,) bytes of each token; special tokens have none.
         stop_requested: asked before each batch; when any process says so the evaluation ends.
 
     Returns:
-        `loss` (nats per target), `tokens` (targets used) and, with `token_bytes`, `bits_per_byte`; None when it was
-        ended early, on every process.
+        `loss` (nats per target), `tokens` (targets used), with `token_bytes` also `bits_per_byte`, and for a dataset
+        that knows them `loss_by_source` {name: nats per target}; None when it was ended early, on every process.
 
     Raises:
         TrainingError: there are no targets, or the loss is not finite.
     """
     windows = min(len(dataset), max(1, eval_tokens // int(dataset.sequence_length)))
     own = np.array_split(np.arange(windows), accelerator.num_processes)[accelerator.process_index]
-    sums = np.zeros(4)  # nats, targets, bytes, processes that stopped: float64 on the host
+    names = getattr(dataset, "source_names", [])
+    # nats, targets, bytes, processes that stopped; then nats and targets of each source: float64 on the host
+    sums = np.zeros(4 + 2 * len(names))
     was_training = model.training
     model.eval()
     try:
@@ -49,30 +53,53 @@ def validate(
                 if stop_requested():
                     sums[3] = 1
                     break
-                sums[:3] += _batch_sums(accelerator, model, dataset.batch(own[first : first + batch_size]), token_bytes)
+                ks = own[first : first + batch_size]
+                batch = dataset.batch(ks)
+                if names:
+                    batch[SOURCE_IDS] = torch.from_numpy(dataset.target_sources(ks))
+                sums += _batch_sums(accelerator, model, batch, token_bytes, len(names))
     finally:
         model.train(was_training)
     if accelerator.num_processes > 1:
         summed = accelerator.reduce(torch.from_numpy(sums).to(accelerator.device), reduction="sum")
         sums = summed.cpu().numpy()
-    nats, targets, size, stopped = sums.tolist()
+    nats, targets, size, stopped = sums[:4].tolist()
     if stopped:
         return None
     if not targets or not math.isfinite(nats):
         raise TrainingError(
             f"Validation gave {nats} nats over {targets:,.0f} targets; a finite loss over some targets is needed."
         )
-    found = {"loss": nats / targets, "tokens": targets}
+    found: dict[str, Any] = {"loss": nats / targets, "tokens": targets}
     if token_bytes is not None and size:
         found["bits_per_byte"] = nats / math.log(2) / size
+    if names:
+        found["loss_by_source"] = by_source(names, sums[4:].reshape(2, -1))
     return found
 
 
+def evaluation_row(metrics: dict[str, float]) -> dict[str, Any]:
+    """What metrics.jsonl says of an evaluation, from what `LMTrainer.evaluate` gives."""
+    row: dict[str, Any] = {"eval_loss": metrics["eval_loss"]}
+    if "eval_bits_per_byte" in metrics:
+        row["bits_per_byte"] = metrics["eval_bits_per_byte"]
+    prefix = "eval_loss/"
+    if parts := {k.removeprefix(prefix): value for k, value in metrics.items() if k.startswith(prefix)}:
+        row["eval_loss_by_source"] = parts
+    return {**row, "eval_tokens": int(metrics["eval_tokens"])}
+
+
 def _batch_sums(
-    accelerator: Any, model: nn.Module, batch: dict[str, torch.Tensor], token_bytes: torch.Tensor | None
+    accelerator: Any, model: nn.Module, batch: dict[str, torch.Tensor], token_bytes: torch.Tensor | None, sources: int
 ) -> np.ndarray:
+    """What a batch adds to the sums of `validate`."""
+    source_ids = batch.pop(SOURCE_IDS, None)
     labels = batch["shift_labels"]
     on_device = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
-    nats = float(model(**on_device, num_items_in_batch=1, return_logits=False).loss)
+    wanted = {} if source_ids is None else {"return_target_losses": True}
+    output = model(**on_device, num_items_in_batch=1, return_logits=False, **wanted)
     size = 0 if token_bytes is None else int(token_bytes[labels[labels != IGNORE_INDEX]].sum())
-    return np.array([nats, int(count_targets(labels)), size], dtype=np.float64)
+    total = np.array([float(output.loss), int(count_targets(labels)), size, 0], dtype=np.float64)
+    if source_ids is None:
+        return total
+    return np.concatenate((total, source_sums(output.target_losses, labels, source_ids, sources).ravel()))

@@ -6,6 +6,8 @@ import hashlib
 import json
 import logging
 import random
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -327,3 +329,11 @@ def test_a_finished_shard_that_was_damaged_is_written_again(
     shard.write_bytes(content)
     prepare(config, progress=False)
     load_shards(tmp_path / "shards", verify=True)
+
+
+def test_preparing_starts_without_torch() -> None:
+    """Importing it takes seconds, and nothing of it is needed."""
+    code = "import hf_tinylm.commands.data, hf_tinylm.data.prepare, hf_tinylm.data.inspect, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "hf_tinylm.data.workers" in done.stdout.split()
+    assert not {"torch", "transformers", "datasets"} & set(done.stdout.split())

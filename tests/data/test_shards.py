@@ -89,10 +89,9 @@ def test_ids_are_read_in_place_and_cannot_be_written(tmp_path: Path) -> None:
         shard.ids[0] = 1
 
 
-def test_the_source_of_any_position_is_known(tmp_path: Path) -> None:
+def test_the_row_of_any_position_is_known(tmp_path: Path) -> None:
     write(tmp_path / "pack", [[5], [6, 7], [8]])
     (shard,) = load_shards(tmp_path / "pack").train
-    assert [shard.source_at(position) for position in range(7)] == ["source0"] * 2 + ["source1"] * 3 + ["source0"] * 2
     assert shard.row_at(np.array([0, 1, 2, 4, 5, 6])).tolist() == [0, 0, 1, 1, 2, 2]
 
 

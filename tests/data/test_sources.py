@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hf_tinylm.config import load_config
 from hf_tinylm.data.chunks import Skipped
 from hf_tinylm.data.sources import read_documents, source_files
 from hf_tinylm.errors import ConfigError, DataError
@@ -205,7 +207,7 @@ def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
 
 def test_a_name_that_is_neither_file_nor_dataset_is_an_error(tmp_path: Path) -> None:
     assert source_files(SourceSection("s", "someone/some-data")) == []
-    with pytest.raises(DataError, match="someone/some-data is no local file, and the dataset"):
+    with pytest.raises(DataError, match="someone/some-data is no file here, and the Hub is not asked"):
         read("someone/some-data")
     with pytest.raises(DataError, match="could not be read"):
         read(tmp_path, format="datasets")
@@ -231,3 +233,12 @@ def test_an_unknown_splitter_is_refused(splitter: str, tmp_path: Path) -> None:
 def test_a_splitter_for_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="splitter lines is for text files only"):
         read(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}]), splitter="lines")
+
+
+def test_the_examples_of_the_documentation_are_configurations(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert len(examples) >= 5
+    for number, example in enumerate(examples):
+        (tmp_path / f"{number}.yaml").write_text(example, encoding="utf-8")
+        assert load_config(str(tmp_path / f"{number}.yaml")).data.sources

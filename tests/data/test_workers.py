@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,9 +19,10 @@ import yaml
 
 from hf_tinylm.data import prepare as prepare_module
 from hf_tinylm.data import readers, splitters, staging
+from hf_tinylm.data import workers as workers_module
 from hf_tinylm.data.prepare import prepare
 from hf_tinylm.data.shards import load_shards
-from hf_tinylm.errors import DataError, PreparationError
+from hf_tinylm.errors import ContractError, DataError, PreparationError
 from hf_tinylm.files import sha256_of_file
 from hf_tinylm.sections import RunConfig, SourceSection
 from hf_tinylm.tokenization.load import load_tokenizer
@@ -131,6 +134,72 @@ def test_a_killed_worker_is_an_error_with_its_input_and_the_next_run_goes_on(
     config.data.shards, config.data.num_workers = str(tmp_path / "whole"), 1
     prepare(config, progress=False)
     assert hashes(tmp_path / "shards") == hashes(tmp_path / "whole")
+
+
+def test_a_worker_that_hangs_is_an_error_with_its_input(
+    make_config: MakeConfig, prose: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert workers_module.HANG_SECONDS + 2 * workers_module.LOOK_SECONDS < 60
+    monkeypatch.setattr(workers_module, "HANG_SECONDS", 2.0)
+    monkeypatch.setattr(workers_module, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(prepare_module, "BYTES_PER_WORKER", 2**20)
+    config = make_config(SourceSection("prose", str(prose), splitter="paragraphs_500"), validation_fraction=0.01)
+    config.data.num_workers = 2
+
+    def stop_one() -> None:
+        while len(found := worker_processes()) < 2:
+            time.sleep(0.01)
+        os.kill(found[0].pid, signal.SIGSTOP)
+
+    stopper = threading.Thread(target=stop_one)
+    stopper.start()
+    began = time.monotonic()
+    with pytest.raises(
+        PreparationError, match=r"did nothing for 2 s.* while it encoded .*prose\.txt from byte [\d,]+ on"
+    ):
+        prepare(config, progress=False)
+    assert time.monotonic() - began < 20
+    stopper.join()
+    assert worker_processes() == []
+
+
+def test_a_worker_that_takes_long_over_a_document_is_left_to_work(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One word of two million letters, which takes longer than a worker may do nothing."""
+    monkeypatch.setattr(workers_module, "HANG_SECONDS", 1.5)
+    monkeypatch.setattr(workers_module, "LOOK_SECONDS", 0.1)
+    word = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=2_000_000))
+    (tmp_path / "word.txt").write_text("".join(f"line {number}\n" for number in range(20)) + word)
+    config = make_config(SourceSection("word", str(tmp_path / "word.txt"), splitter="lines"), validation_fraction=0.5)
+    config.data.num_workers, config.data.shard_ids = 2, 2**23
+    monkeypatch.setattr(prepare_module, "BYTES_PER_WORKER", 2**20)
+    took: list[float] = []
+    encode = workers_module.Workers._encode_there
+
+    def timed(self: workers_module.Workers, *arguments: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return encode(self, *arguments)
+        finally:
+            took.append(time.monotonic() - began)
+
+    monkeypatch.setattr(workers_module.Workers, "_encode_there", timed)
+    assert prepare(config, progress=False)["documents"] == 21
+    assert max(took) > 1.5
+
+
+def test_two_runs_do_not_write_one_pack(make_config: MakeConfig, texts: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n\n".join(texts), encoding="utf-8")
+    config = make_config(SourceSection("a", str(tmp_path / "a.txt"), splitter="paragraphs_1"))
+    lock = prepare_module.FileLock(tmp_path / ".prepare-shards.lock", tmp_path, "")
+    lock.acquire()
+    with pytest.raises(ContractError, match=rf"shards is being written by process {os.getpid()} .*another folder"):
+        prepare(config, progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".prepare-shards.lock", "a.txt"]
+    lock.release()
+    prepare(config, progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "shards"]
 
 
 def test_a_killed_run_leaves_no_process_and_no_pack_and_the_next_gives_the_same_hashes(

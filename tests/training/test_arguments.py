@@ -60,6 +60,13 @@ def test_an_output_folder_is_needed() -> None:
         training_arguments(load_config(None, []))
 
 
+def test_flex_attention_on_a_cpu_is_refused_before_its_missing_backward_pass_is_met(tmp_path: Path) -> None:
+    given = ["--output_dir", str(tmp_path), "--use_cpu", "--cpu_threads", "1"]
+    with pytest.raises(ConfigError, match="trains on a GPU only"):
+        training_arguments(load_config(None, [*given, "--attn_implementation", "flex_attention"]))
+    assert training_arguments(load_config(None, [*given, "--attn_implementation", "eager"])).use_cpu
+
+
 def test_a_launcher_that_sets_one_thread_does_not_leave_cores_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -83,6 +90,7 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
         "save_best": "true", "milestone_steps": 9, "save_in_background": "false", "init_from": "other",
         "init_optimizer": "true", "nonfinite": "skip", "nonfinite_limit": 9, "stop_after_updates": 9, "max_hours": 9.0,
         "max_cost": 9.0, "price_per_hour": 9.0, "note": "other", "expect": "other",
+        "source_loss": "true", "stage_dir": "other",
     }  # fmt: skip
     not_arguments = {"cpu_threads", "fp16"}  # for torch itself, and for a GPU; both tested below
     assert set(other) | not_arguments == {field.name for field in dataclasses.fields(TrainingSection)}

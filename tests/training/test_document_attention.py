@@ -163,8 +163,8 @@ def test_a_run_trains_and_validates_on_documents_alone(make_trainer: Make) -> No
     trainer.train()
     after, eval_targets, _ = documents_alone(stock_model(trainer.model), validation.gather(range(5)))
     row, evaluation = read_rows(trainer.output_dir / "metrics.jsonl")
-    assert row["loss"] == pytest.approx(float(before) / targets, abs=1e-5)
-    assert evaluation["eval_loss"] == pytest.approx(float(after) / eval_targets, abs=1e-5)
+    assert row["loss"] == pytest.approx(before.item() / targets, abs=1e-5)
+    assert evaluation["eval_loss"] == pytest.approx(after.item() / eval_targets, abs=1e-5)
     run_on = make_trainer("run_on", model=shape, train=windows_over("permutation", None), **updates)
     run_on.train()
     assert abs(read_rows(run_on.output_dir / "metrics.jsonl")[0]["loss"] - row["loss"]) > 1e-3, "packing must be seen"

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from hf_tinylm import locks
 from hf_tinylm.config import load_config
 from hf_tinylm.errors import CheckpointError, ConfigError, ContractError
 from hf_tinylm.planning import ModelShape
@@ -158,7 +159,7 @@ def test_another_host_holds_the_run_for_as_long_as_it_is_heard_of(
 
 
 def test_a_holder_is_heard_of_while_an_update_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_module, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(locks, "HEARTBEAT_SECONDS", 0.02)
     lock = RunLock(tmp_path)
     lock.acquire()
     os.utime(lock.path, (1.0, 1.0))
@@ -189,7 +190,7 @@ def test_a_lock_that_was_released_while_it_was_opened_is_not_taken_for_ours(
         calls.append(descriptor)
         real(descriptor, operation)
 
-    monkeypatch.setattr(folder_module.fcntl, "flock", flock)
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
     lock = RunLock(tmp_path)
     lock.acquire()
     monkeypatch.undo()
@@ -206,7 +207,7 @@ def test_where_the_file_system_has_no_locks_the_heartbeat_decides(
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(folder_module.fcntl, "flock", flock)
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
     left_by(tmp_path, socket.gethostname(), seconds_ago)
     lock = RunLock(tmp_path)
     if held:

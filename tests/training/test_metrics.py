@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from hf_tinylm.errors import TrainingError
-from hf_tinylm.training.metrics import Events, JsonLines, peak_of, read_rows
+from hf_tinylm.files import read_rows
+from hf_tinylm.planning.devices import peak_of
+from hf_tinylm.training.metrics import Events, JsonLines
 
 
 def test_rows_come_back_and_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:

@@ -53,6 +53,11 @@ class Ragged:
         mask = torch.arange(T)[None, :] > kept[:, None]
         return {**batch, "shift_labels": batch["shift_labels"].masked_fill(mask, -100)}
 
+    source_names = ["low", "high"]
+
+    def target_sources(self, ks):
+        return self.windows.gather(ks)[:, 1:] // 500
+
 
 def train(name, order="permutation", width=192, sgd=False, **fields):
     shape = dict(hidden_size=width, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
@@ -128,10 +133,11 @@ def test_two_processes_with_unequal_targets_equal_one(tmp_path: Path) -> None:
     """One SGD step of rate 1.0 without clipping: weights within 1e-6, as only the order of float32 sums differs."""
     body = (
         "t = train('run', sgd=True, learning_rate=1.0, dropout=0.0, train_tokens=6 * T, warmup_steps=0,\n"
-        "          min_lr_ratio=1.0, max_grad_norm=0.0)\n"
+        "          min_lr_ratio=1.0, max_grad_norm=0.0, source_loss=True)\n"
         "barrier(t)\n"
         "row = read_rows(OUT / 'run' / 'metrics.jsonl')[0] if RANK == 0 else {}\n"
         "result = {'loss': row.get('loss'), 'targets': row.get('supervised_tokens'), 'norm': row.get('grad_norm')}\n"
+        "result['sources'] = row.get('loss_by_source')\n"
     )
     found = []
     for processes in (1, 2):
@@ -145,6 +151,10 @@ def test_two_processes_with_unequal_targets_equal_one(tmp_path: Path) -> None:
     assert sum(targets[:3]) != sum(targets[3:])
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], abs=1e-6)
     assert found[0]["norm"] == pytest.approx(found[1]["norm"], rel=1e-5)
+    assert found[0]["sources"] == pytest.approx(found[1]["sources"], abs=1e-6)
+    low, high = found[0]["sources"]["low"], found[0]["sources"]["high"]
+    assert abs(low - high) > 1e-3
+    assert min(low, high) < found[0]["loss"] < max(low, high)
 
 
 @pytest.mark.slow

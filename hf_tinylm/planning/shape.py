@@ -1,0 +1,111 @@
+"""The size of a model from its shape alone: parameters by part, FLOPs per token, bytes of its files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..gguf_plan import GGUFType, file_bytes, needs_llamacpp
+from ..sections import ModelSection
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What decides a Llama-style model's size. `vocab_size` counts embedding rows, padding included."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    head_dim: int
+    qk_norm: bool = False
+    tie_word_embeddings: bool = True
+
+    @classmethod
+    def from_config(cls, model: ModelSection, vocab_size: int) -> ModelShape:
+        """The shape of a configured model for a tokenizer of `vocab_size` tokens, rows padded as configured."""
+        padding = model.pad_vocab_to_multiple_of
+        return cls(
+            vocab_size=-(-vocab_size // padding) * padding,
+            hidden_size=model.hidden_size,
+            num_hidden_layers=model.num_hidden_layers,
+            num_attention_heads=model.num_attention_heads,
+            num_key_value_heads=model.num_key_value_heads or model.num_attention_heads,
+            intermediate_size=model.intermediate_size,
+            head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
+            qk_norm=model.qk_norm,
+            tie_word_embeddings=model.tie_word_embeddings,
+        )
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Parameters by part; a tied output projection has none of its own."""
+        width, layers = self.hidden_size, self.num_hidden_layers
+        return {
+            "embedding": self.vocab_size * width,
+            "attention": layers * width * self.head_dim * 2 * (self.num_attention_heads + self.num_key_value_heads),
+            "feed_forward": layers * 3 * width * self.intermediate_size,
+            "norms": (2 * layers + 1) * width,
+            "qk_norms": layers * 2 * self.head_dim if self.qk_norm else 0,
+            "output_projection": 0 if self.tie_word_embeddings else self.vocab_size * width,
+        }
+
+    @property
+    def undecayed_parameters(self) -> int:
+        """Norm gains: two per layer and a final one, and two per layer of head size with QK-norm."""
+        return self.parts["norms"] + self.parts["qk_norms"]
+
+    @property
+    def decayed_parameters(self) -> int:
+        """Every tensor with two dimensions, the tied embedding once."""
+        return self.parameters - self.undecayed_parameters
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, a tied embedding counted once."""
+        return sum(self.parts.values())
+
+    def flops_per_token(self) -> int:
+        """Training FLOPs per token without attention: 6N. Source: Kaplan et al. 2020, arXiv 2001.08361."""
+        return 6 * self.parameters
+
+    def flops_per_token_with_attention(self, sequence_length: int) -> int:
+        """6N + 12 x layers x width x T. Source: PaLM, arXiv 2204.02311, appendix B."""
+        return self.flops_per_token() + 12 * self.num_hidden_layers * self.attention_width * sequence_length
+
+    def flops_per_token_causal(self, sequence_length: int) -> int:
+        """6N + 6 x layers x width x T: only the half of the attention matrix that a causal model needs."""
+        return self.flops_per_token() + 6 * self.num_hidden_layers * self.attention_width * sequence_length
+
+    def flops_per_token_with_recomputation(self) -> int:
+        """8N that the hardware computes when every layer's forward pass is repeated in the backward pass."""
+        return 8 * self.parameters
+
+    @property
+    def attention_width(self) -> int:
+        """Width of the query side of attention, `heads x head_dim` (equal to hidden_size in the usual case)."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Float32 weights and two float32 Adam moments: 12 bytes per parameter."""
+        return 12 * self.parameters
+
+    @property
+    def gguf_f16_bytes(self) -> int:
+        """About 2 bytes per parameter."""
+        return 2 * self.parameters
+
+
+def export_bytes(shape: ModelShape, kinds: Sequence[GGUFType]) -> int:
+    """How many bytes the GGUF files of these types take together, with the F32 file that K-quants are made from."""
+    exact: list[GGUFType] = ["f32"] if any(needs_llamacpp(kind) for kind in kinds) else []
+    return sum(file_bytes(shape, kind) for kind in (*kinds, *exact))
+
+
+def uniform_loss(vocab_size: int) -> float:
+    """Loss in nats of a model that gives every token the same probability, ln V."""
+    return math.log(vocab_size)

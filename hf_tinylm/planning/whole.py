@@ -1,0 +1,231 @@
+"""`hf-tinylm plan`: everything that follows from a configuration before a second is spent on it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..gguf_plan import GGUF_TYPES, file_bytes
+from ..sections import RunConfig
+from .disk import checkpoints_kept, id_bytes
+from .memory import MemorySettings, peak_memory
+from .pack_facts import PackFacts, pack_facts
+from .shape import ModelShape, export_bytes, uniform_loss
+from .speed import Assumptions, named_device, speed
+from .updates import UpdatePlan, plan_updates
+
+TOKENS_PER_PARAMETER = 20  # a fit of one regime, arXiv 2203.15556: a line to compare with, no law
+
+
+def make_plan(config: RunConfig, asked: Assumptions) -> dict[str, Any]:
+    """The whole plan as plain JSON values; what cannot be known is None, what a run would refuse is in `problems`.
+
+    Raises:
+        ConfigError: inputs about speed, time and money disagree, or an unknown device or run folder.
+    """
+    problems: list[str] = []
+    notices: list[str] = []
+    pack = _pack(config, problems)
+    vocab_size = pack.vocab_size or config.tokenizer.vocab_size
+    if vocab_size != config.tokenizer.vocab_size:
+        notices.append(
+            f"the pack has a vocabulary of {vocab_size:,} tokens, the configuration says "
+            f"{config.tokenizer.vocab_size:,}: the model takes the pack's"
+        )
+    shape = ModelShape.from_config(config.model, vocab_size)
+    updates = _updates(config, asked, pack, problems)
+    times = speed(shape, config, updates, asked, notices)
+    rate = times["flops_per_second_without_attention"]
+    return {
+        **_size(shape, config, asked.loss),
+        **_budget(shape, config, updates, pack),
+        **_disk(shape, config, updates, pack),
+        **_memory(shape, config, asked),
+        **times,
+        "scale": [_scaled(parameters, config, rate) for parameters in asked.scale],
+        "problems": problems,
+        "notices": notices,
+    }
+
+
+def _pack(config: RunConfig, problems: list[str]) -> PackFacts:
+    try:
+        return pack_facts(config.data)
+    except ConfigError as error:
+        problems.append(str(error))
+        return PackFacts()
+
+
+def _updates(config: RunConfig, asked: Assumptions, pack: PackFacts, problems: list[str]) -> UpdatePlan | None:
+    """How the budget is cut; None when it is an epoch of a pack that is not there."""
+    training, length = config.training, config.data.sequence_length
+    budget = asked.tokens or training.train_tokens
+    if budget == "epoch":
+        if pack.origin != "manifest":
+            return None
+        budget = pack.targets or 0
+    rows, batch = training.per_device_train_batch_size, training.global_batch_tokens
+    try:
+        plan = plan_updates(int(budget), batch, length, rows, asked.num_processes)
+    except ConfigError as error:
+        problems.append(str(error))
+        if not budget:
+            return None
+        plan = UpdatePlan(int(budget), batch, length, rows, asked.num_processes)
+    if training.warmup_steps >= plan.updates:
+        problems.append(
+            f"warmup_steps={training.warmup_steps:,} leaves no update of this run's {plan.updates:,}. "
+            f"Use {max(0, plan.updates - 1):,} or fewer, or more tokens."
+        )
+    return plan
+
+
+def _size(shape: ModelShape, config: RunConfig, loss: float | None) -> dict[str, Any]:
+    length = config.data.sequence_length
+    recomputes = config.training.gradient_checkpointing
+    return {
+        "parameters": shape.parameters,
+        "decayed_parameters": shape.decayed_parameters,
+        "undecayed_parameters": shape.undecayed_parameters,
+        "parameters_by_part": shape.parts,
+        "vocab_size": shape.vocab_size,
+        "uniform_loss": uniform_loss(shape.vocab_size),
+        "loss": loss,
+        "perplexity": None if loss is None else math.exp(loss),
+        "flops_per_token": shape.flops_per_token(),
+        "flops_per_token_with_attention": shape.flops_per_token_with_attention(length),
+        "flops_per_token_causal": shape.flops_per_token_causal(length),
+        "flops_per_token_with_recomputation": shape.flops_per_token_with_recomputation(),
+        "hardware_flops_per_token": (
+            shape.flops_per_token_with_recomputation() if recomputes else shape.flops_per_token()
+        ),
+    }
+
+
+def _budget(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pack: PackFacts) -> dict[str, Any]:
+    length, batch = config.data.sequence_length, config.training.global_batch_tokens
+    reference = TOKENS_PER_PARAMETER * shape.parameters
+    found: dict[str, Any] = {
+        "train_tokens": None,
+        "global_batch_tokens": batch,
+        "updates": None,
+        "last_update_tokens": None,
+        "full_updates": None,
+        "tokens_of_full_updates": None,
+        "gradient_accumulation_steps": None,
+        "tokens_per_parameter": None,
+        "reference_tokens": reference,
+        "reference_flops": 6 * shape.parameters * reference,
+        "total_flops": None,
+        "total_flops_with_attention": None,
+        "total_flops_causal": None,
+        "available_tokens": pack.targets,
+        "available_tokens_from": pack.origin,
+        "epochs": None,
+    }
+    if updates is None:
+        return found
+    tokens = updates.train_tokens
+    micro = updates.per_device_train_batch_size * length * updates.world_size
+    return found | {
+        "train_tokens": tokens,
+        "updates": updates.updates,
+        "last_update_tokens": updates.last_update_tokens,
+        "full_updates": tokens // batch,
+        "tokens_of_full_updates": updates.updates * batch,
+        "gradient_accumulation_steps": None if batch % micro else updates.gradient_accumulation_steps,
+        "tokens_per_parameter": tokens / shape.parameters,
+        "total_flops": tokens * shape.flops_per_token(),
+        "total_flops_with_attention": tokens * shape.flops_per_token_with_attention(length),
+        "total_flops_causal": tokens * shape.flops_per_token_causal(length),
+        "epochs": tokens / pack.targets if pack.targets else None,
+    }
+
+
+def _disk(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pack: PackFacts) -> dict[str, Any]:
+    training = config.training
+    kept = None
+    if updates is not None:
+        kept = checkpoints_kept(
+            updates.updates, training.save_steps, training.save_minutes, training.save_total_limit,
+            training.milestone_steps, bool(training.eval_steps),
+        )  # fmt: skip
+    exports = {kind: file_bytes(shape, kind) for kind in GGUF_TYPES}
+    final = 4 * shape.parameters + export_bytes(shape, config.export.gguf)
+    rotation = None if kept is None else (kept + 1) * shape.checkpoint_bytes
+    ids, origin = pack.ids, pack.origin
+    if ids is None and updates is not None:  # as many as one epoch of the budget needs
+        ids, origin = math.ceil(updates.train_tokens / (1 - config.data.validation_fraction)), "one epoch of the budget"
+    return {
+        "checkpoint_bytes": shape.checkpoint_bytes,
+        "checkpoints_at_once": None if kept is None else kept + 1,  # the one being written beside those that stay
+        "rotation_bytes": rotation,
+        "gguf_f16_bytes": shape.gguf_f16_bytes,
+        "export_bytes": exports,
+        "final_bytes": final,
+        "shard_ids": ids,
+        "shard_bytes": None if ids is None else ids * id_bytes(shape.vocab_size),
+        "shard_bytes_from": origin,
+        "disk_bytes": None if rotation is None else rotation + final,
+    }
+
+
+def _memory(shape: ModelShape, config: RunConfig, asked: Assumptions) -> dict[str, Any]:
+    """On the device that the run would use, and on the other kind; without and with activation checkpointing."""
+    training, length = config.training, config.data.sequence_length
+    on_cpu = training.use_cpu or (asked.device or "").lower() == "cpu"
+    estimates = {}
+    for place in ("gpu", "cpu"):
+        for checkpointing in (False, True):
+            settings = MemorySettings(
+                tokens=training.per_device_train_batch_size * length,
+                sequence_length=length,
+                bf16=training.fp16 or _bf16(training.bf16, place == "cpu"),
+                checkpointing=checkpointing,
+                eager_attention=config.model.attn_implementation == "eager",
+                document_attention=config.data.document_attention,
+                on_cpu=place == "cpu",
+            )
+            estimates[place, checkpointing] = peak_memory(shape, settings)
+    place = "cpu" if on_cpu else "gpu"
+    parts = estimates[place, training.gradient_checkpointing]
+    peak = sum(parts.values())
+    device = named_device(asked.device)
+    room = device.memory_gib * 2**30 if device else None
+    return {
+        "memory_of": place,
+        "peak_memory_bytes": peak,
+        "peak_memory_by_part": parts,
+        "peak_memory_with_checkpointing_bytes": sum(estimates[place, True].values()),
+        "peak_memory_without_checkpointing_bytes": sum(estimates[place, False].values()),
+        "activation_bytes_without_checkpointing": estimates[place, False]["activations"],
+        "activation_bytes_with_checkpointing": estimates[place, True]["activations"],
+        "peak_memory_on_gpu_bytes": sum(estimates["gpu", training.gradient_checkpointing].values()),
+        "peak_memory_on_cpu_bytes": sum(estimates["cpu", training.gradient_checkpointing].values()),
+        "device_memory_bytes": room,
+        "fits_device": None if room is None else peak <= room,
+    }
+
+
+def _bf16(asked: bool | str, on_cpu: bool) -> bool:
+    """Whether products are bfloat16; `auto` as training decides it, without loading torch."""
+    if asked != "auto":
+        return bool(asked)
+    cpuinfo = Path("/proc/cpuinfo")
+    return not on_cpu or (cpuinfo.is_file() and "avx512_bf16" in cpuinfo.read_text(errors="replace"))
+
+
+def _scaled(parameters: int, config: RunConfig, flops_per_second: float | None) -> dict[str, Any]:
+    """A run of another size at 20 tokens per parameter and this one's batch and FLOP/s: 6ND = 120 N^2."""
+    tokens = TOKENS_PER_PARAMETER * parameters
+    flops = 6 * parameters * tokens
+    return {
+        "parameters": parameters,
+        "tokens": tokens,
+        "updates": -(-tokens // config.training.global_batch_tokens),
+        "total_flops": flops,
+        "hours": None if flops_per_second is None else flops / flops_per_second / 3600,
+        "checkpoint_bytes": 12 * parameters,
+    }

@@ -1,0 +1,37 @@
+"""The micro-batches of an update: which windows a process takes, and which of their targets are beyond the budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..modeling.loss import IGNORE_INDEX
+from ..planning import UpdatePlan
+from .source_loss import SOURCE_IDS
+
+
+def micro_batches(
+    dataset: Any, plan: UpdatePlan, process: int, number: int, skipped: int, with_sources: bool
+) -> list[dict[str, torch.Tensor]]:
+    """One process's micro-batches of the zero-based update; targets beyond the token budget are masked.
+
+    Args:
+        skipped: batches of windows that earlier updates passed over.
+        with_sources: add the source of each target.
+    """
+    rows, batches = plan.per_device_train_batch_size, []
+    left = plan.tokens_of_update(number)
+    for micro in range(plan.gradient_accumulation_steps):
+        first = process * plan.windows_per_process + micro * rows
+        within = np.arange(first, first + rows)  # places in the update, the same however many processes share it
+        windows = (number + skipped) * plan.windows_per_update + within
+        batch: dict[str, torch.Tensor] = dataset.batch(windows)
+        if left < plan.global_batch_tokens:
+            places = within[:, None] * plan.sequence_length + np.arange(plan.sequence_length)[None, :]
+            batch["shift_labels"] = batch["shift_labels"].masked_fill(torch.from_numpy(places >= left), IGNORE_INDEX)
+        if with_sources:
+            batch[SOURCE_IDS] = torch.from_numpy(dataset.target_sources(windows))
+        batches.append(batch)
+    return batches
