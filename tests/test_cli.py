@@ -211,8 +211,12 @@ def test_export_of_a_checkpoint_equals_the_final_folder(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["export", str(trained / "checkpoint-00000006"), "--output_dir", str(tmp_path / "out"), "--gguf", "f32"]
+    assert main([*command, "--plan", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert not (tmp_path / "out").exists()
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["gguf"]["f32"]["bytes"] == plan["bytes"]
     assert found["gguf"]["f32"]["path"] == str(tmp_path / "out" / "out-F32.gguf")
     for name in ("model.safetensors", "config.json", "tokenizer.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (trained / "final" / name).read_bytes()
