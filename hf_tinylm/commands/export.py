@@ -31,6 +31,10 @@ def register(commands: Any) -> None:
         metavar="TYPE",
         help=f"{', '.join(GGUF_TYPES)}; those with _k need the extra quantize",
     )
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the safetensors (default: float32)")
+    export.add_argument(
+        "--max_shard_size", metavar="SIZE", help="cut the safetensors into files of at most so much: 5GB"
+    )
     export.add_argument("--plan", action="store_true", help="print sizes, types and fallbacks; write nothing")
     export.add_argument("--verify", action="store_true", help="compare each GGUF file in llama.cpp with the model")
     export.add_argument("--tokenizer", help="needed when neither the model nor its run names one")
@@ -75,6 +79,8 @@ def export_files(options: argparse.Namespace) -> None:
         _text_of(options),
         _limits_of(options),
         tell=lambda line: print(line, file=sys.stderr if options.json else sys.stdout, flush=True),
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
     )
     print_result(options, done.to_json(), lambda: [f"{done.folder}: stock Hugging Face folder", *done.lines()])
 

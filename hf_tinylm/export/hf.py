@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..contract import RUN_FILE
 from ..errors import ConfigError, MissingExtraError, VerificationError
@@ -19,6 +19,9 @@ from .parity import ParityReport, Reference, verify_gguf
 from .quality import quality_table
 from .quantize import check_quantizer
 from .source import copy_stock_folder, find_source
+
+if TYPE_CHECKING:
+    from ..modeling.stock import Dtype
 
 
 @dataclass
@@ -96,10 +99,13 @@ def export_model(
     text: Path | None = None,
     limits: Mapping[str, float] | None = None,
     tell: Callable[[str], None] = print,
+    dtype: Dtype | None = None,
+    max_shard_size: str | None = None,
 ) -> ExportedFiles:
     """Write a model as a stock folder `output_dir` with GGUF files in it; the folder appears whole or not at all.
 
-    A model that is stock already is copied as it is and never loaded; GGUF files are made a few rows at a time.
+    A model that is stock already is copied as it is and never loaded, unless another dtype or shard size is asked for;
+    GGUF files are made a few rows at a time.
 
     Args:
         model: a final folder, a checkpoint, a stock folder, or a name on the Hub.
@@ -108,6 +114,7 @@ def export_model(
         tokenizer_path: needed when neither the source nor its run says which tokenizer it has.
         text, limits: see `verify_gguf`.
         tell: gets the plan, before anything is written.
+        dtype, max_shard_size: of the safetensors, see `save_stock_model`.
 
     Raises:
         ConfigError: `model` is no model, or `output_dir` is in use.
@@ -122,7 +129,7 @@ def export_model(
     check_engines(gguf, verify)
     source = find_source(model)
     name = output_dir.resolve().name
-    copied = source.stock and tokenizer_path is None
+    copied = source.stock and tokenizer_path is None and dtype is None and max_shard_size is None
     # a model that will be copied is refused before anything is written
     files = GGUFSource(source.folder, name=name) if gguf and copied else None
     with atomic_folder(output_dir) as folder:
@@ -130,7 +137,8 @@ def export_model(
             copy_stock_folder(source.folder, folder)
         else:
             tokenizer = load_tokenizer(tokenizer_path or find_tokenizer(source.folder))
-            save_stock_model(load_model(source.folder), folder, tokenizer, replace=False)
+            model_of_source = load_model(source.folder)
+            save_stock_model(model_of_source, folder, tokenizer, False, dtype or "float32", max_shard_size)
         if gguf:
             write_files(files or GGUFSource(folder, name=name), folder, name, gguf, tell)
     done = ExportedFiles(output_dir, {kind: output_dir / _file_name(name, kind) for kind in gguf})

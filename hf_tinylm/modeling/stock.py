@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from ..errors import ConfigError
 from ..files import atomic_folder, read_json
 from ..tokenization.load import write_tokenizer_files
 from .configuration import TinyLMConfig
 from .model import TinyLMForCausalLM
+
+Dtype = Literal["float32", "bfloat16"]
 
 
 def stock_configuration(config: TinyLMConfig) -> LlamaConfig | Qwen3Config:
@@ -74,18 +78,35 @@ def _first(ids: int | list[int] | None) -> int | None:
     return ids[0] if isinstance(ids, list) else ids
 
 
-def save_stock_model(model: TinyLMForCausalLM, folder: Path, tokenizer: Any = None, replace: bool = True) -> None:
+def save_stock_model(
+    model: TinyLMForCausalLM,
+    folder: Path,
+    tokenizer: Any = None,
+    replace: bool = True,
+    dtype: Dtype = "float32",
+    max_shard_size: str | None = None,
+) -> None:
     """Write `model` (and its tokenizer) as a folder that bare `AutoModelForCausalLM` opens; the folder appears whole.
 
-    Float32 safetensors, one tensor for tied embeddings, padding rows trimmed. `config.json` names the rotary base in
-    both places where readers look for it.
+    One tensor for tied embeddings, padding rows trimmed. `config.json` names the rotary base and the dtype in both
+    places where readers look for them.
+
+    Args:
+        dtype: of the safetensors; bfloat16 rounds each weight to 8 significant bits.
+        max_shard_size: such as 500MB; larger models become several files and an index. None: transformers decides.
+
+    Raises:
+        ConfigError: a size that is none.
     """
-    stock = stock_model(model)
+    if max_shard_size is not None and not re.fullmatch(r"[1-9]\d*(KB|MB|GB|KiB|MiB|GiB)", max_shard_size):
+        raise ConfigError(f"max_shard_size={max_shard_size!r} is no size. Give one such as 500MB or 5GB.")
+    stock = stock_model(model).to(getattr(torch, dtype))
+    cut = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     with atomic_folder(folder, replace=replace) as temporary:
-        stock.save_pretrained(temporary)
+        stock.save_pretrained(temporary, **cut)
         config = read_json(temporary / "config.json")
         config["rope_theta"] = config["rope_parameters"]["rope_theta"]  # transformers 4 and most other readers
-        config["torch_dtype"] = "float32"
+        config["torch_dtype"] = dtype
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None:
             tokenizer.model_max_length = int(model.config.max_position_embeddings)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -159,3 +160,74 @@ def test_models_of_other_families_are_refused(tmp_path: Path) -> None:
 
 def test_the_special_ids_of_a_tokenizer_name_no_begin_token(tokenizer: Any) -> None:
     assert special_ids(tokenizer) == {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 3}
+
+
+def test_a_bfloat16_folder_in_several_files_opens_as_the_rounded_model(
+    make_model: Make, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = make_model()
+    save_stock_model(model, tmp_path / "bf16", dtype="bfloat16", max_shard_size="20KB")
+    files = sorted((tmp_path / "bf16").glob("model-*.safetensors"))
+    assert len(files) > 1
+    assert (tmp_path / "bf16" / "model.safetensors.index.json").is_file()
+    config = json.loads((tmp_path / "bf16" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
+    assert {parameter.dtype for parameter in stock.parameters()} == {torch.bfloat16}
+    for name, tensor in stock.state_dict().items():
+        if name in model.state_dict():
+            assert torch.equal(tensor, model.state_dict()[name].bfloat16()), name
+    again = load_model(tmp_path / "bf16")
+    torch.testing.assert_close(again(ids).logits, stock.float()(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", ["5", "big", "-1GB", "0MB"])
+def test_a_size_that_is_none_is_refused_before_anything_is_written(size: str, make_model: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Give one such as 500MB"):
+        save_stock_model(make_model(), tmp_path / "x", max_shard_size=size)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_transformers_4_opens_model_and_tokenizer_with_equal_ids_and_logits(make_model: Make, tmp_path: Path) -> None:
+    """Its last version is installed beside the torch of this environment, and comes first on its import path."""
+    packages = tmp_path / "packages"
+    wanted = ["transformers>=4.57,<5", "tokenizers>=0.22,<0.23.1", "huggingface_hub>=0.34,<1"]
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), *wanted]
+    subprocess.run(install, check=True, capture_output=True, timeout=300)
+    text = "It's 12345 naïve\n\n  cafés\t東京🙂"
+    code = """
+import json, sys
+import torch, transformers
+torch.set_num_threads(1)
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+ids = tokenizer(sys.argv[2]).input_ids
+logits = model(torch.tensor([ids])).logits[0]
+found = {"version": transformers.__version__, "ids": ids, "logits": logits.tolist(), "eos": tokenizer.eos_token}
+print(json.dumps(found))
+"""
+    for qk_norm in (False, True):
+        tokenizer, _ = train_tokenizer(["It's 12 naïve cafés and other words of a small text. " * 20], 290)
+        model = make_model(vocab_size=len(tokenizer), qk_norm=qk_norm, rope_theta=500_000.0)
+        model.config.update(special_ids(tokenizer))
+        folder = tmp_path / f"qk_norm-{qk_norm}"
+        save_stock_model(model, folder, tokenizer)
+        environment = {**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(folder), text],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["version"].startswith("4.")
+        assert found["ids"] == tokenizer(text).input_ids
+        assert found["eos"] == tokenizer.eos_token
+        ours = model(torch.tensor([found["ids"]])).logits[0]
+        torch.testing.assert_close(torch.tensor(found["logits"]), ours, rtol=0, atol=1e-4)
