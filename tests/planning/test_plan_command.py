@@ -317,3 +317,17 @@ def test_export_sizes_follow_the_block_formats(plan: Plan) -> None:
     assert sizes["f32"] == 2 * sizes["f16"] == 4 * 345_359_296
     assert sizes["q8_0"] / 1e6 == pytest.approx(368, abs=2)
     assert sizes["q4_0"] / 1e6 == pytest.approx(211, abs=2)
+
+
+def test_a_chat_stage_has_the_shape_of_the_model_it_starts_from(plan: Plan, tmp_path: Path) -> None:
+    """SmolLM2-135M's published shape: 134,515,008 parameters, tied."""
+    values = {"model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "num_hidden_layers": 30}
+    values |= {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1_536}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": True}))
+    found = plan("--config", "sft-persona", "--init_from", str(tmp_path))
+    assert found["parameters"] == 134_515_008
+    assert found["notices"] == []
+    without = plan("--config", "sft-persona", "--init_from", str(tmp_path / "nothing"))
+    assert "a chat stage has the shape of the model it starts from" in without["notices"][0]
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["plan", "--config", "sft-persona", "--init_from", str(tmp_path)]) == 2
