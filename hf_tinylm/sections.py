@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .gguf_plan import GGUFType
+
 
 @dataclass
 class ModelSection:
@@ -177,7 +179,7 @@ class EvaluationSection:
 class ExportSection:
     """What is written after the last update."""
 
-    gguf: list[Literal["f32", "f16"]] = field(default_factory=list)
+    gguf: list[GGUFType] = field(default_factory=list)  # K-quants (q4_k_m ...) need the extra quantize
     verify: bool = False
     licence: str | None = None  # of the weights, as the Hub spells it: apache-2.0; None: the card says none was chosen
     push_to_hub: bool = False  # upload final folder, GGUF files and card at the end; checked before the first update

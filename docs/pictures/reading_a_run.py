@@ -211,7 +211,7 @@ def facts(name: str, run: Path) -> str:
     rows = read_rows(run / "metrics.jsonl")
     updates, evaluated = [row for row in rows if "loss" in row], [row for row in rows if "eval_loss" in row]
     last = statistics.fmean(row["loss"] for row in updates[-20:])
-    norm = statistics.median(row["grad_norm"] for row in updates[20:])
+    norm = statistics.median(row["grad_norm"] for row in updates[len(updates) // 12 :])
     best = min(row["eval_loss"] for row in evaluated)
     clipped = sum(row["clipped"] for row in updates) / len(updates)
     return (

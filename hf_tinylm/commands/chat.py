@@ -50,7 +50,7 @@ def register(commands: Any) -> None:
         "serve",
         serve_file,
         "serve a GGUF file through llama.cpp's OpenAI-compatible server, with its chat page",
-        "hf-tinylm serve runs/demo/sft/sft-F16.gguf --web",
+        "hf-tinylm serve runs/demo/chat/chat-F16.gguf --web",
     )
     serving.add_argument("gguf")
     serving.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine)")
