@@ -42,7 +42,7 @@ def _model_lines(plan: dict[str, Any]) -> list[str]:
 
 def _budget_lines(plan: dict[str, Any]) -> list[str]:
     if plan["train_tokens"] is None:
-        return ["budget        an epoch of a pack that is not written yet. Run hf-tinylm prepare, or give --tokens 1B"]
+        return ["budget        an epoch of a pack or of conversations that are not prepared yet: give --tokens 1B"]
     epochs = ""
     if plan["epochs"] is not None:
         known = "the pack" if plan["available_tokens_from"] == "manifest" else "the sources' budgets"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from ..errors import ConfigError
 from ..gguf_plan import GGUFType, file_bytes, needs_llamacpp
 from ..sections import ModelSection
 
@@ -39,6 +41,29 @@ class ModelShape:
             qk_norm=model.qk_norm,
             tie_word_embeddings=model.tie_word_embeddings,
         )
+
+    @classmethod
+    def from_model_config(cls, values: Mapping[str, Any]) -> ModelShape:
+        """The shape that the config.json of a `llama`, `qwen3` or `tinylm` folder gives.
+
+        Raises:
+            ConfigError: a key is missing or is no number.
+        """
+        try:
+            heads, width = int(values["num_attention_heads"]), int(values["hidden_size"])
+            return cls(
+                vocab_size=int(values["vocab_size"]),
+                hidden_size=width,
+                num_hidden_layers=int(values["num_hidden_layers"]),
+                num_attention_heads=heads,
+                num_key_value_heads=int(values.get("num_key_value_heads") or heads),
+                intermediate_size=int(values["intermediate_size"]),
+                head_dim=int(values.get("head_dim") or width // heads),
+                qk_norm=bool(values.get("qk_norm", values.get("model_type") == "qwen3")),
+                tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+            )
+        except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+            raise ConfigError(f"config.json gives no shape of a llama, qwen3 or tinylm model ({error!r}).") from error
 
     @property
     def parts(self) -> dict[str, int]:

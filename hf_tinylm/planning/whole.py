@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..files import read_json
 from ..gguf_plan import GGUF_TYPES, file_bytes
 from ..sections import RunConfig
 from .disk import checkpoints_kept, id_bytes
@@ -34,7 +35,7 @@ def make_plan(config: RunConfig, asked: Assumptions) -> dict[str, Any]:
             f"the pack has a vocabulary of {vocab_size:,} tokens, the configuration says "
             f"{config.tokenizer.vocab_size:,}: the model takes the pack's"
         )
-    shape = ModelShape.from_config(config.model, vocab_size)
+    shape = _shape(config, vocab_size, notices)
     updates = _updates(config, asked, pack, problems)
     times = speed(shape, config, updates, asked, notices)
     rate = times["flops_per_second_without_attention"]
@@ -48,6 +49,21 @@ def make_plan(config: RunConfig, asked: Assumptions) -> dict[str, Any]:
         "problems": problems,
         "notices": notices,
     }
+
+
+def _shape(config: RunConfig, vocab_size: int, notices: list[str]) -> ModelShape:
+    """That of the configuration; a chat stage has the shape of the model that it starts from."""
+    base = config.training.init_from
+    if not config.data.conversations:
+        return ModelShape.from_config(config.model, vocab_size)
+    described = Path(base).expanduser() / "config.json" if base else None
+    if described is not None and described.is_file():
+        return ModelShape.from_model_config(read_json(described))
+    notices.append(
+        f"a chat stage has the shape of the model it starts from, and init_from={base} is no folder with a "
+        "config.json: sizes, FLOPs and memory are those of the model section"
+    )
+    return ModelShape.from_config(config.model, vocab_size)
 
 
 def _pack(config: RunConfig, problems: list[str]) -> PackFacts:

@@ -315,3 +315,17 @@ def test_export_sizes_are_those_of_files_that_were_measured(plan: Plan) -> None:
     sizes = plan("--config", "tot-345m")["export_bytes"]
     for kind, megabytes in {"f16": 692.0, "q8_0": 368.0, "q4_k_m": 252.5, "q4_k_s": 241.8, "q4_0": 211.0}.items():
         assert sizes[kind] / 1e6 == pytest.approx(megabytes, rel=0.002)
+
+
+def test_a_chat_stage_has_the_shape_of_the_model_it_starts_from(plan: Plan, tmp_path: Path) -> None:
+    """SmolLM2-135M's published shape: 134,515,008 parameters, tied."""
+    values = {"model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "num_hidden_layers": 30}
+    values |= {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1_536}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": True}))
+    found = plan("--config", "sft-persona", "--init_from", str(tmp_path))
+    assert found["parameters"] == 134_515_008
+    assert found["notices"] == []
+    without = plan("--config", "sft-persona", "--init_from", str(tmp_path / "nothing"))
+    assert "a chat stage has the shape of the model it starts from" in without["notices"][0]
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["plan", "--config", "sft-persona", "--init_from", str(tmp_path)]) == 2

@@ -11,7 +11,8 @@ import pytest
 from hf_tinylm.cli import main
 from hf_tinylm.config import load_config
 from hf_tinylm.errors import ConfigError, TrainingError
-from hf_tinylm.preflight.batch_size import Trial, search, sizes_of, try_size
+from hf_tinylm.preflight.batch_size import BatchSearch, Trial, search, sizes_of, try_size
+from hf_tinylm.sections import RunConfig
 
 
 def device(limit: int, best: int) -> tuple[Callable[[int], Trial], list[int]]:
@@ -102,3 +103,20 @@ def test_running_out_of_memory_in_a_try_is_a_result_and_another_failure_is_not(t
     config.training.fp16 = True
     with pytest.raises(TrainingError, match=r"The try with 1 row\(s\) failed: fp16 needs a GPU"):
         try_size(config, 1, 0.1)
+
+
+def test_preflight_passes_on_to_the_finder(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[int, float, int | None]] = []
+
+    def instead(config: RunConfig, processes: int, seconds: float, max_rows: int | None, tell: object) -> BatchSearch:
+        asked.append((processes, seconds, max_rows))
+        return BatchSearch([Trial(2, True, 5.0, 6)], 2, 2)
+
+    monkeypatch.setattr("hf_tinylm.preflight.batch_size.find_batch", instead)
+    assert main(["preflight", "--config", str(tiny_config), "--find-batch", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fastest"] == 2
+    assert asked == [(1, 10.0, None)]
+    assert main(["preflight", "--config", str(tiny_config), "--write", "x.yaml"]) == 2
+    assert "--write goes with --find-batch" in capsys.readouterr().err
