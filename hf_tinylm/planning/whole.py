@@ -65,7 +65,7 @@ def _updates(config: RunConfig, asked: Assumptions, pack: PackFacts, problems: l
     if budget == "epoch":
         if pack.origin != "manifest":
             return None
-        budget = pack.targets or 0
+        budget = round(training.epochs * (pack.targets or 0))
     rows, batch = training.per_device_train_batch_size, training.global_batch_tokens
     try:
         plan = plan_updates(int(budget), batch, length, rows, asked.num_processes)
