@@ -87,7 +87,7 @@ class RunRecord:
         plan = self.trainer.plan
         thrown_away = self._continue_clocks({}, 0)
         dropped = getattr(self.trainer.train_dataset, "dropped_ids", None)  # ids that no window supervises
-        facts = {"updates": plan.updates, "train_tokens": plan.train_tokens, "dropped_ids": dropped}
+        facts = {"updates": plan.updates, "train_tokens": plan.supervised_tokens, "dropped_ids": dropped}
         self.events.add("started", 0, **facts, **thrown_away)
         self._go_back_to(0)
         return False
@@ -131,7 +131,7 @@ class RunRecord:
         identity = {
             "model": trainer.model.config.identity,
             "training": {name: getattr(args, name) for name in IDENTITY_ARGUMENTS}
-            | {"train_tokens": plan.train_tokens, "global_batch_tokens": plan.global_batch_tokens}
+            | {"train_tokens": plan.supervised_tokens, "global_batch_tokens": plan.global_batch_tokens}
             | {"init_from": self._lineage(known)},
             "data": {
                 "sequence_length": plan.sequence_length,
