@@ -315,7 +315,7 @@ def needed(output_dir: Path, name: str, export_bytes: int = 0, **training: Any) 
         plan=SimpleNamespace(updates=7_630),
         export_bytes=export_bytes,
     )
-    return RunRecord._disk_needed(SimpleNamespace(trainer=trainer, output_dir=output_dir))  # type: ignore[arg-type]
+    return RunRecord.disk_needed(SimpleNamespace(trainer=trainer), output_dir)  # type: ignore[arg-type]
 
 
 def test_a_run_of_100m_parameters_needs_room_for_one_checkpoint_more_than_it_keeps(tmp_path: Path) -> None:
