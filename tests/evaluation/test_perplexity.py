@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from hf_tinylm.cli import main
 from hf_tinylm.config import load_config
 from hf_tinylm.data.pack import Pack, open_pack
 from hf_tinylm.data.records import Document
@@ -270,21 +271,22 @@ def test_a_file_without_text_is_refused(content: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives_and_one_of_them_speaks(
-    byte_model: TinyLMForCausalLM, byte_engine: CausalLMEngine, tiny_config: Path, tmp_path: Path
+    tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = new_model(load_config(str(tiny_config)).model, 512, 64, seed=1)
     save_stock_model(model, tmp_path / "model", load_tokenizer(tiny_config.parent / "tokenizer"))
     rows = [json.dumps({"text": document.text, "source": document.source}) for document in DOCUMENTS]
     (tmp_path / "text.jsonl").write_text("\n".join(rows))
-    command = ["eval", "model", "--text", "text.jsonl", "--json", "--device", "cpu", "--output_dir", "out"]
+    command = ["eval", str(tmp_path / "model"), "--text", str(tmp_path / "text.jsonl"), "--json", "--device", "cpu"]
+    assert main([*command, "--output_dir", str(tmp_path / "one")]) == 0
+    one = json.loads(capsys.readouterr().out)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run = [*launcher, "-m", "hf_tinylm.cli", *command, "--output_dir", str(tmp_path / "two")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    found = []
-    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]):
-        run = [sys.executable, *launcher, "-m", "hf_tinylm.cli", *command]
-        result = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170)
-        assert result.returncode == 0, result.stderr
-        found.append(json.loads(result.stdout))
-    one, two = found
+    result = subprocess.run(run, env=env, capture_output=True, text=True, timeout=170)
+    assert result.returncode == 0, result.stderr
+    two = json.loads(result.stdout)
     assert two["items"] == one["items"] == 5
     assert two["results"]["loss"]["value"] == pytest.approx(one["results"]["loss"]["value"], abs=1e-5)
     assert two["ids_sha256"] == one["ids_sha256"]
+    assert len((tmp_path / "two" / "text-text.jsonl.items.jsonl").read_text().splitlines()) == 5
