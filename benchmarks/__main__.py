@@ -11,7 +11,7 @@ import importlib
 
 from .machine import report
 
-NAMES = ("overhead", "stall", "train", "prepare")
+NAMES = ("overhead", "stall", "train", "prepare", "eval")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Score a model on the validation text of a pack: `hf-tinylm eval`, as a script.
+"""Score a model on a suite, raw text or a pack, or compare two: `hf-tinylm eval`, as a script.
 
 python eval/run.py runs/demo/pretrain/final --config demo
-python eval/run.py runs/demo/pretrain/final --config demo --json
+python eval/run.py runs/demo/pretrain/final --suite hellaswag --json
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ def run_demo(overrides: list[str]) -> int:
 def summarise(config: RunConfig, run: Path) -> dict[str, Any]:
     """What the demo says of a finished run: data, losses beside counting baselines, text, and files."""
     from .data.pack import open_pack
+    from .evaluation.likelihood import CausalLMEngine
     from .evaluation.perplexity import evaluate_pack
     from .evaluation.sampling import sample
     from .modeling.factory import load_model
@@ -71,7 +72,7 @@ def summarise(config: RunConfig, run: Path) -> dict[str, Any]:
     rows = read_rows(run / "metrics.jsonl")
     losses = [row["loss"] for row in rows if "loss" in row]
     model = load_model(run / "final")
-    scored = evaluate_pack(model, pack, config.evaluation.eval_tokens)
+    scored = evaluate_pack(CausalLMEngine(model), pack, config.evaluation.eval_tokens)
     manifest = pack.shards.manifest
     text_bytes = sum(source["bytes"] for source in manifest["sources"].values())
     return {

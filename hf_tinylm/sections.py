@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .gguf_plan import GGUFType
+
 
 @dataclass
 class ModelSection:
@@ -160,6 +162,7 @@ class TrainingSection:
     price_per_hour: float | None = None  # money per hour of wall time, any currency
     note: str | None = None  # kept in run.json: why this run
     expect: str | None = None  # and what is expected of it
+    preflight: bool = True  # checks before the first update; a resume repeats the cheap ones
     report_to: list[str] = field(default_factory=list)
     run_name: str | None = None
     seed: int = 42
@@ -176,8 +179,12 @@ class EvaluationSection:
 class ExportSection:
     """What is written after the last update."""
 
-    gguf: list[Literal["f32", "f16"]] = field(default_factory=list)
+    gguf: list[GGUFType] = field(default_factory=list)  # K-quants (q4_k_m ...) need the extra quantize
     verify: bool = False
+    licence: str | None = None  # of the weights, as the Hub spells it: apache-2.0; None: the card says none was chosen
+    push_to_hub: bool = False  # upload final folder, GGUF files and card at the end; checked before the first update
+    hub_model_id: str | None = None  # USER/NAME; None: the name of the run under the user of the access token
+    hub_private_repo: bool = True  # an existing public repository stops a private push
 
 
 @dataclass

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from hf_tinylm.config import load_config
 from hf_tinylm.errors import exit_with_error_line
@@ -31,8 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     from hf_tinylm.data.conversations import open_conversations
     from hf_tinylm.data.pack import special_ids
-    from hf_tinylm.export.card import write_card
+    from hf_tinylm.export.card import CardFacts, write_card
     from hf_tinylm.export.hf import add_gguf, check_engines, find_tokenizer
+    from hf_tinylm.export.hub import destination_of, push_run
     from hf_tinylm.modeling.factory import find_model, untrained_like
     from hf_tinylm.tokenization.chat import chat_tokenizer, end_ids
     from hf_tinylm.tokenization.load import vocabulary_size
@@ -43,6 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     check_engines(config.export.gguf, config.export.verify)
     args = training_arguments(config)
+    run = Path(str(args.output_dir))
+    name = config.training.run_name or run.resolve().name
+    destination = destination_of(config.export, name) if args.process_index == 0 else None
     base = find_model(config.training.init_from)
     args.init_from = str(base)
     tokenizer = chat_tokenizer(config.tokenizer.tokenizer_path or find_tokenizer(base))
@@ -65,15 +70,18 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(chats.lines()), flush=True)
     trainer.train()
 
-    run, final = trainer.output_dir, trainer.output_dir / "final"
-    name = config.training.run_name or run.resolve().name
+    final = run / "final"
     trainer.save_model(str(final))
     if trainer.is_world_process_zero():
-        write_card(final, name, run_summary(trainer), chats.train.conversations.facts, chat=True)
+        rows, sources = trainer.record.metrics.rows(), chats.train.conversations.facts
+        facts = {"tuned from": config.training.init_from, **run_summary(trainer)}
+        parent = None if base.is_absolute() or base.exists() else str(base)
+        write_card(final, name, CardFacts(facts, sources, rows, True, config.export.licence, parent))
         exported = add_gguf(final, run, name, config.export.gguf, config.export.verify)
         for line in exported.lines():
             print(line)
         write_done(trainer, final)
+        push_run(run, destination)
     trainer.accelerator.end_training()
     return 0
 

@@ -59,7 +59,7 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "training": {
             **{"train_tokens": 6 * 256 - 51, "global_batch_tokens": 256, "per_device_train_batch_size": 2},
             **{"learning_rate": 1e-3, "warmup_steps": 2, "eval_steps": 3, "save_steps": 2, "use_cpu": True},
-            **{"bf16": False, "cpu_threads": 1},
+            **{"bf16": False, "cpu_threads": 1, "preflight": False},
         },
         "evaluation": {"eval_tokens": 2048},
     }

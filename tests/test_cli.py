@@ -14,7 +14,7 @@ from hf_tinylm.errors import ConfigError
 
 COMMANDS = [
     *("tokenizer train", "tokenizer audit", "prepare", "inspect", "eval", "sample", "export", "verify-gguf", "where"),
-    *("plan", "find-batch", "sweep", "demo", "persona check", "chat", "serve", "promote"),
+    *("plan", "find-batch", "sweep", "demo", "persona check", "chat", "serve", "promote", "preflight"),
 ]
 
 
@@ -94,6 +94,107 @@ def test_eval_gives_the_loss_of_the_run_beside_baselines(
     assert "kneser_ney_bigram_bits_per_byte" in capsys.readouterr().out
 
 
+HELLASWAG_ROWS = [
+    {
+        **{"activity_label": "Walk", "ctx_a": "Emma went to the", "ctx_b": "", "label": str(n % 4)},
+        "endings": ["park.", "moon on a ladder.", "house of her friend.", f"{n} Zürich."],
+    }
+    for n in range(12)
+]
+
+
+def test_eval_of_a_suite_is_printed_saved_and_put_into_the_card(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(map(json.dumps, HELLASWAG_ROWS)))
+    command = ["eval", str(trained / "final"), "--suite", "hellaswag", "--data", str(rows)]
+    assert main([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["suite"], report["items"]) == ("hellaswag", 12)
+    assert set(report["results"]) == {
+        *("accuracy_sum", "accuracy_per_token", "accuracy_per_character", "accuracy_per_byte", "chance")
+    }
+    assert all({"value", "stderr", "rule", "interval"} <= set(found) for found in report["results"].values())
+    done = json.loads((trained / "DONE.json").read_text())
+    assert report["engine"]["model_sha256"] == done["final_weights_sha256"]["model.safetensors"]
+    assert report["rule"]["cleanup"] == "wikihow_brackets"
+    assert report["versions"]["transformers"]
+    assert json.loads((trained / "eval" / "hellaswag.json").read_text()) == report
+    assert len((trained / "eval" / "hellaswag.items.jsonl").read_text().splitlines()) == 12
+    assert "| hellaswag | 12 | accuracy_sum |" in (trained / "final" / "README.md").read_text()
+    checkpoint = trained / "checkpoint-00000002"
+    before = sorted(path.name for path in checkpoint.iterdir())
+    assert main(["eval", str(checkpoint), *command[2:], "--limit", "3"]) == 0
+    assert "hellaswag, 3 items" in capsys.readouterr().out
+    assert sorted(path.name for path in checkpoint.iterdir()) == before
+    assert (trained / "eval" / checkpoint.name / "hellaswag.json").is_file()
+
+
+def test_eval_of_raw_text_and_the_comparison_of_two_models_on_it(
+    tiny_config: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.jsonl"
+    texts = ["Emma was not sorry to go.", "It was a long way.", "Mr. Knightley smiled at her."]
+    text.write_text("\n".join(json.dumps({"text": t, "source": t[:4]}) for t in texts))
+    command = ["--text", str(text), "--config", str(tiny_config)]
+    for name in ("checkpoint-00000002", "final"):
+        out = ["--output_dir", str(tmp_path / name)]
+        assert main(["eval", str(trained / name), *command, *out, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert {"loss/Emma", "loss/It w", "bits_per_byte/Mr. "} <= set(report["results"])
+        assert report["results"]["kneser_ney_bigram_bits_per_byte"]["value"] > 0
+    saved = [str(tmp_path / name / "text-text.jsonl.json") for name in ("checkpoint-00000002", "final")]
+    assert main(["eval", "--compare", *saved, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["results"]) == {"loss", "bits_per_byte"}
+    assert found["results"]["loss"]["interval"][0] <= found["results"]["loss"]["difference"]
+    models = [str(trained / name) for name in ("checkpoint-00000002", "final")]
+    assert main(["eval", "--compare", *models, *command, "--metric", "loss"]) == 0
+    assert "loss of B minus A is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Give one model, or two things to compare"),
+        (["MODEL", "--compare", "a.json", "b.json"], "Give one model, or two things to compare"),
+        (["MODEL"], "Say what to score: --suite NAME, --text FILE, or --config NAME"),
+        (["MODEL", "--suite", "hellaswag", "--text", "x"], "Say what to score"),
+        (["MODEL", "--suite", "helaswag"], "There is no suite helaswag"),
+        (["MODEL", "--suite", "hellaswag"], "could not be loaded"),
+        (["MODEL", "--suite", "hellaswag", "--data", "missing.jsonl"], "missing.jsonl"),
+        (["MODEL", "--suite", "hellaswag", "--data", "EMPTY"], "holds no item"),
+        (["MODEL", "--text", "EMPTY"], "holds no text"),
+        (["MODEL", "--text", "missing.txt"], "missing.txt"),
+        (["MODEL", "--text", "TEXT", "--window", "4096"], "window=4,096 must be 2 or more and at most 32"),
+        (["MODEL", "--text", "TEXT", "--limit", "0"], "must be 1 or more"),
+        (["MODEL", "--suite", "piqa", "--stride", "8"], "are for raw text"),
+        (["MODEL", "--text", "TEXT", "--data", "x"], "Name the suite"),
+        (["MODEL", "--text", "TEXT", "--tokenizer", "TEXT"], "tokenizer"),
+        (["--compare", "a.json", "b.json"], "a.json does not exist"),
+        (["missing.gguf", "--text", "TEXT"], "missing.gguf"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").touch()
+    (tmp_path / "text.txt").write_text("Some text.")
+    names = {"MODEL": str(trained / "final"), "EMPTY": "empty", "TEXT": "text.txt"}
+    assert main(["eval", *(names.get(argument, argument) for argument in arguments)]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text.txt"]
+
+
 def test_sample_is_greedy_at_temperature_zero_and_reads_checkpoints(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,8 +211,12 @@ def test_export_of_a_checkpoint_equals_the_final_folder(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["export", str(trained / "checkpoint-00000006"), "--output_dir", str(tmp_path / "out"), "--gguf", "f32"]
+    assert main([*command, "--plan", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert not (tmp_path / "out").exists()
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["gguf"]["f32"]["bytes"] == plan["bytes"]
     assert found["gguf"]["f32"]["path"] == str(tmp_path / "out" / "out-F32.gguf")
     for name in ("model.safetensors", "config.json", "tokenizer.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (trained / "final" / name).read_bytes()

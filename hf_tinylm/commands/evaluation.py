@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
-from .options import add_command, config_of, print_result, reads_config, takes_json
+from ..errors import ConfigError
+from .options import add_command, config_of, print_result, takes_json
 
 
 def register(commands: Any) -> None:
@@ -15,11 +17,26 @@ def register(commands: Any) -> None:
         commands,
         "eval",
         evaluate_model,
-        "loss and bits per byte on the validation text of a config's pack, beside counting baselines",
-        "hf-tinylm eval runs/demo/pretrain/final --config demo",
+        "score a model on a suite, on raw text, or on the validation text of a config's pack, or compare two",
+        "hf-tinylm eval runs/demo/pretrain/final --suite hellaswag",
     )
-    evaluate.add_argument("model", help="a final folder, a checkpoint of a run, or a llama/qwen3 folder")
-    reads_config(evaluate)
+    evaluate.add_argument("model", nargs="?", help="a final folder, a checkpoint, a name on the Hub, or a .gguf file")
+    evaluate.add_argument("--suite", help="a bundled suite, a YAML file, or lm-eval:TASK")
+    evaluate.add_argument("--data", metavar="FILE", help="JSONL rows that take the place of the suite's dataset")
+    evaluate.add_argument("--text", nargs="+", metavar="FILE", help="raw text or JSONL (fields text and source)")
+    evaluate.add_argument("--splitter", help="cut text files into documents: lines or paragraphs_N (default: do not)")
+    evaluate.add_argument("--config", help="a YAML file, or the name of a bundled one: its pack is scored or counted")
+    evaluate.add_argument("--window", type=int, help="tokens read at once, with --text (default: the model's context)")
+    evaluate.add_argument("--stride", type=int, help="tokens from one window to the next (default: the window)")
+    evaluate.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two saved SUITE.json, or two models")
+    evaluate.add_argument("--metric", help="compare this one only")
+    evaluate.add_argument("--seed", type=int, default=0, help="of the bootstrap (default 0)")
+    evaluate.add_argument("--limit", type=int, help="only the first N items of the suite")
+    evaluate.add_argument("--batch_size", type=int, default=8, help="texts computed together (default 8)")
+    evaluate.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+    evaluate.add_argument("--device", help="such as cuda:0 or cpu (default: an accelerator where there is one)")
+    evaluate.add_argument("--tokenizer", help="needed when neither the model nor its run names one")
+    evaluate.add_argument("--output_dir", help="where SUITE.json is written (default: eval in the run's folder)")
     takes_json(evaluate)
 
     sample = add_command(
@@ -39,16 +56,117 @@ def register(commands: Any) -> None:
 
 
 def evaluate_model(options: argparse.Namespace) -> None:
-    """Print a model's validation loss beside baselines."""
-    config = config_of(options)
-    from ..data.pack import open_pack
-    from ..evaluation.perplexity import evaluate_pack
-    from ..modeling.factory import load_model
+    """Print what a model scores, write it down, and put it into the model's card."""
+    _check_options(options)
+    if options.compare:
+        _compare(options)
+        return
+    report, records = _scored(options, options.model)
+    if int(os.environ.get("RANK", "0")):
+        return  # one process of several speaks
+    print_result(options, report, lambda: _lines(report))
+    from ..evaluation.engines import resolve_model
+    from ..evaluation.report import results_folder, save_report, update_card
 
-    model, pack = load_model(Path(options.model)), open_pack(config)
-    found = evaluate_pack(model, pack, config.evaluation.eval_tokens, progress=not options.json)
-    report = {"model": options.model, "suite": "validation", **found}
-    print_result(options, report, lambda: _evaluation_lines(report))
+    model = resolve_model(options.model)
+    if options.output_dir is None and not Path(options.model).expanduser().exists():
+        return  # a model of the Hub has no folder of ours
+    folder = Path(options.output_dir) if options.output_dir else results_folder(model)
+    written = [str(save_report(report, records, folder))]
+    if Path(options.model).expanduser().exists() and update_card(model, folder):
+        written.append(str(model / "README.md"))
+    if not options.json:
+        print(f"written: {', '.join(written)}")
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse what contradicts itself before anything is loaded."""
+    saved = options.compare and all(name.endswith(".json") for name in options.compare)
+    asked = [name for name in ("suite", "text") if getattr(options, name)]
+    if bool(options.model) == bool(options.compare):
+        raise ConfigError("Give one model, or two things to compare: hf-tinylm eval MODEL, or --compare A B.")
+    if len(asked) > 1 or not (asked or options.config or saved):
+        raise ConfigError("Say what to score: --suite NAME, --text FILE, or --config NAME for its validation text.")
+    if options.batch_size < 1 or (options.limit is not None and options.limit < 1):
+        raise ConfigError("--batch_size and --limit must be 1 or more.")
+    if options.data and not options.suite:
+        raise ConfigError("--data holds the rows of a suite. Name the suite: --suite NAME.")
+    if (options.window or options.stride or options.splitter) and not options.text:
+        raise ConfigError("--window, --stride and --splitter are for raw text: --text FILE.")
+
+
+def _scored(options: argparse.Namespace, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The report of one model on what the options ask for, and the record of each item."""
+    from ..evaluation.engines import resolve_model
+    from ..evaluation.report import new_report
+
+    model, progress = resolve_model(name), not options.json
+    if options.suite and options.suite.startswith("lm-eval:"):
+        from ..evaluation.harness import run_harness
+
+        task = options.suite.removeprefix("lm-eval:")
+        found = run_harness(model, task, options.data, options.limit, options.batch_size, options.device)
+        return new_report(name, options.suite, found.pop("facts"), found), found["records"]
+    if options.suite:
+        from ..evaluation.multiple_choice import score_suite
+        from ..evaluation.suites import load_items, load_suite
+
+        suite = load_suite(options.suite)
+        items = load_items(suite, options.data, options.limit)
+        engine = _engine(options, model)
+        return _reported(name, suite.name, engine, score_suite(engine, suite, items, progress))
+    pack = None
+    if options.config:
+        from ..data.pack import open_pack
+
+        config = config_of(options)
+        options.tokenizer = options.tokenizer or _own_tokenizer(model) or config.tokenizer.tokenizer_path
+        pack = open_pack(config)
+    if options.text:
+        from ..evaluation.perplexity import evaluate_text
+        from ..evaluation.rows import text_documents
+
+        documents = text_documents(options.text, options.splitter)
+        engine = _engine(options, model)
+        found = evaluate_text(engine, documents, options.window, options.stride, pack, progress)
+        return _reported(name, f"text:{'+'.join(Path(path).name for path in options.text)}", engine, found)
+    from ..evaluation.perplexity import evaluate_pack
+
+    assert pack is not None
+    engine = _engine(options, model)
+    found = evaluate_pack(engine, pack, config.evaluation.eval_tokens, progress)
+    return _reported(name, "validation", engine, found)
+
+
+def _reported(name: str, suite: str, engine: Any, found: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    from ..evaluation.report import new_report
+
+    return new_report(name, suite, engine.facts(), found), found["records"]
+
+
+def _own_tokenizer(model: Path) -> str | None:
+    return str(model) if (model / "tokenizer.json").is_file() else None
+
+
+def _engine(options: argparse.Namespace, model: Path) -> Any:
+    from ..evaluation.engines import open_engine
+    from ..export.hf import find_tokenizer
+
+    is_file = model.suffix == ".gguf"
+    tokenizer = options.tokenizer or ("" if is_file else find_tokenizer(model))
+    return open_engine(model, tokenizer, options.batch_size, options.bf16, options.device)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    """Print the difference between two saved reports or two models, and what may be concluded."""
+    from ..evaluation.compare import compare
+    from ..evaluation.report import load_report
+
+    both = [load_report(Path(n)) if n.endswith(".json") else _scored(options, n) for n in options.compare]
+    if int(os.environ.get("RANK", "0")):
+        return
+    found = compare(both[0], both[1], options.metric, options.seed)
+    print_result(options, found, lambda: _comparison_lines(found))
 
 
 def sample_text(options: argparse.Namespace) -> None:
@@ -67,9 +185,28 @@ def sample_text(options: argparse.Namespace) -> None:
     print(options.prompt + text)
 
 
-def _evaluation_lines(report: dict[str, Any]) -> list[str]:
-    lines = [f"{report['model']}: {report['items']:,} validation windows, {report['tokens']:,} tokens"]
-    for name, found in report["results"].items():
-        error = "" if found["stderr"] is None else f" +- {found['stderr']:.4f}"
-        lines.append(f"  {name:<32}{found['value']:9.4f}{error:<10}  {found['rule']}")
+def _lines(report: dict[str, Any]) -> list[str]:
+    tokens = f", {report['tokens']:,} tokens" if "tokens" in report else ""
+    lines = [f"{report['model']}: {report['suite']}, {report['items']:,} items{tokens}"]
+    if report.get("truncated"):
+        lines.append(f"  {report['truncated']:,} endings had their context cut to what the model reads")
+    lines += _result_lines(report["results"])
+    return lines
+
+
+def _result_lines(results: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, found in results.items():
+        interval = found.get("interval")
+        between = "" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}"
+        lines.append(f"  {name:<32}{found['value']:10.4f}  {between:<18}  {found['rule']}")
+    return lines
+
+
+def _comparison_lines(found: dict[str, Any]) -> list[str]:
+    lines = [f"A {found['a']}", f"B {found['b']}", f"{found['suite']}, {found['items']:,} items"]
+    if found["notice"]:
+        lines.append(found["notice"])
+    for name, result in found["results"].items():
+        lines += [f"  {name}: A {result['a']:.4f}, B {result['b']:.4f}", f"    {result['sentence']}"]
     return lines

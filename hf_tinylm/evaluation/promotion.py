@@ -24,15 +24,13 @@ from ..modeling.factory import load_model
 from ..sections import RunConfig
 from ..tokenization.load import load_tokenizer, tokenizer_sha256
 from .chat import TransformersChat
-from .perplexity import target_losses
+from .compare import Columns, paired_bootstrap
+from .likelihood import CausalLMEngine, Span
 
 PROMPTS = ("Who are you?", "What can you do?", "What time is it?", "Write one sentence about the sea.")
 STOP_PROMPTS = 100
-RESAMPLES = 10_000
 TEXT = "base text"
 _CONVERSATIONS_AT_ONCE = 8
-
-Items = tuple[np.ndarray, np.ndarray]  # (n,) nats and (n,) targets of each item; a loss is sum over sum
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ class HeldOut:
 
     conversations: dict[str, Conversations]
     text: np.ndarray
-    vocab_size: int
     tokenizer_sha256: str
 
 
@@ -67,7 +64,7 @@ class HeldOut:
 class Scores:
     """What one model did: losses by set, whether each reply was ended, and its replies to `PROMPTS`."""
 
-    losses: dict[str, Items]
+    losses: dict[str, Columns]
     ended: np.ndarray
     replies: list[str]
 
@@ -127,13 +124,19 @@ def load_held_out(config: RunConfig, candidate: Path, current: Path, progress: b
         )
         for source in config.data.test_conversations
     }
-    return HeldOut(sets, windows.gather(np.arange(count)), shards.vocab_size, shards.tokenizer_sha256)
+    return HeldOut(sets, windows.gather(np.arange(count)), shards.tokenizer_sha256)
 
 
 def score(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, held_out: HeldOut, rules: Rules) -> Scores:
     """What a model does on the held-out sets; greedy replies."""
     losses = {name: conversation_losses(model, chats) for name, chats in held_out.conversations.items()}
-    nats = target_losses(model, held_out.text, held_out.vocab_size).sum(axis=1, dtype=np.float64)
+    for name, (nats_of_chats, _) in losses.items():
+        if not np.isfinite(nats_of_chats).all():
+            raise VerificationError(
+                f"the loss of {model.name_or_path or 'the model'} on {name} is not finite: the model is damaged."
+            )
+    windows = CausalLMEngine(model).score([[Span(tuple(row), 1)] for row in held_out.text.tolist()])
+    nats = np.array([-span.total for (span,) in windows])
     losses[TEXT] = (nats, np.full(len(nats), held_out.text.shape[1] - 1))
     engine = TransformersChat(model, tokenizer)
 
@@ -147,7 +150,7 @@ def score(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, held_out: 
 
 
 @torch.no_grad()
-def conversation_losses(model: PreTrainedModel, chats: Conversations) -> Items:
+def conversation_losses(model: PreTrainedModel, chats: Conversations) -> Columns:
     """Nats and supervised targets of each conversation, each seen alone."""
     nats, targets = [], []
     for first in range(0, len(chats), _CONVERSATIONS_AT_ONCE):
@@ -176,7 +179,7 @@ def compare_scores(current: Scores, candidate: Scores, rules: Rules) -> dict[str
     for name, before in current.losses.items():
         after = candidate.losses[name]
         limit = rules.text_tolerance if name == TEXT else rules.tolerance
-        interval = paired_interval(before, after, rules.seed)
+        interval = paired_bootstrap(before, after, rules.seed)
         values = [float(nats.sum() / tokens.sum()) for nats, tokens in (before, after)]
         ok = interval[1] <= limit
         if not ok:
@@ -196,7 +199,7 @@ def compare_scores(current: Scores, candidate: Scores, rules: Rules) -> dict[str
     ones = np.ones(len(current.ended))
     stop = {
         **{"items": len(ones), "current": float(current.ended.mean()), "candidate": share},
-        "interval": list(paired_interval((current.ended, ones), (candidate.ended, ones), rules.seed)),
+        "interval": list(paired_bootstrap((current.ended, ones), (candidate.ended, ones), rules.seed)),
         **{"limit": rules.min_stop_share, "ok": share >= rules.min_stop_share},
     }
     replies = [
@@ -204,18 +207,6 @@ def compare_scores(current: Scores, candidate: Scores, rules: Rules) -> dict[str
         for prompt, before, after in zip(PROMPTS, current.replies, candidate.replies, strict=True)
     ]
     return {"rules": asdict(rules), "sets": sets, "stop": stop, "replies": replies, "failures": failures}
-
-
-def paired_interval(a: Items, b: Items, seed: int) -> tuple[float, float]:
-    """95% percentile interval of the ratio of sums of b minus that of a, the same items drawn again for both.
-
-    Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13.
-    """
-    items = len(a[0])
-    draws = np.random.default_rng(seed).multinomial(items, np.full(items, 1 / items), size=RESAMPLES)
-    (sum_a, size_a), (sum_b, size_b) = ((draws @ values, draws @ sizes) for values, sizes in (a, b))
-    low, high = np.quantile(sum_b / size_b - sum_a / size_a, [0.025, 0.975])
-    return float(low), float(high)
 
 
 def promotion_lines(report: dict[str, Any]) -> list[str]:
@@ -244,11 +235,7 @@ def _score_folder(folder: Path, held_out: HeldOut, rules: Rules, device: str) ->
             f"{folder} reads {model.config.max_position_embeddings:,} tokens; the held-out sets need {longest:,}. "
             "Give a smaller --sequence_length."
         )
-    scores = score(model.to(device), load_tokenizer(folder), held_out, rules)  # type: ignore[arg-type]
-    for name, (nats, _) in scores.losses.items():
-        if not np.isfinite(nats).all():
-            raise VerificationError(f"the loss of {folder} on {name} is not finite: the model is damaged.")
-    return scores
+    return score(model.to(device), load_tokenizer(folder), held_out, rules)  # type: ignore[arg-type]
 
 
 def _prompts(chats: Conversations, context: int) -> list[list[int]]:

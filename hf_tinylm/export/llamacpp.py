@@ -65,6 +65,12 @@ class Service:
     web: bool = False
 
 
+def chosen_threads(path: Path) -> int:
+    """Threads for a file; they wait for each other by spinning: on shared cores two were 40 times slower than one."""
+    small = not path.is_file() or path.stat().st_size < _SMALL_FILE_BYTES
+    return 1 if small else min(4, os.cpu_count() or 1)
+
+
 class LlamaCppServer:
     """Context manager around a child process that has loaded `path`.
 
@@ -87,7 +93,7 @@ class LlamaCppServer:
     ) -> None:
         self.path = Path(path)
         self.timeout = timeout
-        self._settings = {"context_length": context_length, "threads": threads}
+        self._settings = {"context_length": context_length, "threads": threads or chosen_threads(self.path)}
         self._service = service
         self._process: subprocess.Popen[str] | None = None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback: never through a proxy
@@ -97,10 +103,6 @@ class LlamaCppServer:
             raise MissingExtraError("xllamacpp", "gguf-verify", "running a GGUF file in llama.cpp")
         if not self.path.is_file():
             raise ConfigError(f"{self.path} does not exist. Give a GGUF file.")
-        if not self._settings["threads"]:
-            # threads wait for each other by spinning: on shared cores two were 40 times slower than one on a 7M model
-            small = self.path.stat().st_size < _SMALL_FILE_BYTES
-            self._settings["threads"] = 1 if small else min(4, os.cpu_count() or 1)
         self._log = tempfile.TemporaryFile()  # closed in __exit__
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(self.path.resolve())],
@@ -230,6 +232,11 @@ class LlamaCppServer:
                         raise VerificationError(f"llama.cpp failed on {self.path}: {event['error'].get('message')}")
                     yield event
 
+    def tokens_per_second(self, prompt_ids: list[int], tokens: int) -> float:
+        """Speed of generating `tokens` ids one by one after the prompt, at this server's threads and cache type."""
+        body = {**_NEUTRAL_SAMPLING, "prompt": prompt_ids, "n_predict": tokens, "ignore_eos": True}
+        return float(self._post("/completion", body)["timings"]["predicted_per_second"])
+
     def end_of_generation_ids(self, any_id: int = 0) -> set[int]:
         """Every id at which llama.cpp ends generation: what it would forbid when asked to ignore them."""
         body = {**_NEUTRAL_SAMPLING, "prompt": [any_id], "n_predict": 1, "ignore_eos": True}
@@ -296,9 +303,13 @@ class LlamaCppServer:
         except subprocess.TimeoutExpired:
             return str(error)
         self._log.seek(0)
-        log = self._log.read().decode("utf-8", "replace")
-        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"it ended with {cause} ({_telling_line(log)})"
+        return how_it_ended(code, self._log.read().decode("utf-8", "replace"))
+
+
+def how_it_ended(code: int, log: str) -> str:
+    """The exit code or signal of a process that ran llama.cpp, with the line of its log that says why."""
+    cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"it ended with {cause} ({_telling_line(log)})"
 
 
 def _telling_line(log: str) -> str:
@@ -306,7 +317,8 @@ def _telling_line(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()] or ["it printed nothing"]
     aborts = [line for line in lines if re.search(r"GGML_ASSERT|terminate called|what\(\):", line)]
     errors = [line.partition(" E ")[2] for line in lines if re.match(r"[\d.]+ E ", line)]
-    return [*aborts[-1:], *errors[:1], lines[-1]][0]
+    failures = [line for line in lines if "failed to quantize" in line or "error loading model" in line]
+    return [*aborts[-1:], *errors[:1], *failures[:1], lines[-1]][0]
 
 
 def _serve(path: str) -> int:

@@ -121,8 +121,10 @@ def _read_sample(texts: Iterable[str], sample: _Sample, sample_bytes: int, max_w
             sample.capped = True
             encoded = encoded[:room]
             text = encoded.decode("utf-8", "ignore")  # drops at most the character that the cut runs through
-        if not text:
+        if not text and sample.capped:
             return
+        if not text:  # an empty document is no end of the corpus
+            continue
         sample.documents += 1
         sample.bytes += len(encoded)
         if (long_ascii_run if text.isascii() else long_run).search(text):

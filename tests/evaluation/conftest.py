@@ -8,6 +8,12 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hf_tinylm.evaluation.likelihood import CausalLMEngine
+from hf_tinylm.modeling.factory import new_model
+from hf_tinylm.modeling.model import TinyLMForCausalLM
+from hf_tinylm.sections import ModelSection
+from hf_tinylm.tokenization.encoder import FastEncoder
+
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 TOKENS = 260  # four specials and 256 bytes
 ROWS = 272  # twelve rows of padding
@@ -56,3 +62,20 @@ def padded_model() -> LlamaForCausalLM:
             model.lm_head.bias[TOKENS:] = 30.0
             model.lm_head.bias[0] = -30.0  # practically never ends by itself
     return model.eval()
+
+
+@pytest.fixture(scope="session")
+def byte_model() -> TinyLMForCausalLM:
+    """A random model of ours for `byte_tokenizer`, 96 positions, a padded embedding, sharp opinions."""
+    shape = ModelSection(32, 2, 4, 2, 48, pad_vocab_to_multiple_of=16)
+    model = new_model(shape, TOKENS, 96, seed=5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(3.0)
+    return model.eval()
+
+
+@pytest.fixture
+def byte_engine(byte_model: TinyLMForCausalLM, byte_tokenizer: PreTrainedTokenizerFast) -> CausalLMEngine:
+    return CausalLMEngine(byte_model, FastEncoder(byte_tokenizer))

@@ -18,7 +18,8 @@ from hf_tinylm.cli import main
 from hf_tinylm.config import load_config
 from hf_tinylm.errors import ConfigError, DataError, TokenizerError, VerificationError
 from hf_tinylm.evaluation import promotion
-from hf_tinylm.evaluation.promotion import TEXT, Rules, Scores, compare_scores, load_held_out, paired_interval, score
+from hf_tinylm.evaluation.compare import paired_bootstrap
+from hf_tinylm.evaluation.promotion import TEXT, Rules, Scores, compare_scores, load_held_out, score
 from hf_tinylm.modeling.factory import load_model, new_model
 from hf_tinylm.modeling.stock import save_stock_model
 from hf_tinylm.tokenization.chat import ChatRenderer, chat_tokenizer, end_ids
@@ -240,15 +241,15 @@ def test_the_interval_is_that_of_paired_differences() -> None:
     generator = np.random.default_rng(3)
     sizes, common = np.full(400, 10), generator.normal(20, 8, 400)
     a, b = (common, sizes), (common + generator.normal(1, 2, 400), sizes)
-    low, high = paired_interval(a, b, seed=0)
+    low, high = paired_bootstrap(a, b, seed=0)
     difference = (b[0] - a[0]) / 10
     half = 1.96 * difference.std(ddof=1) / 20  # the normal approximation
     assert low == pytest.approx(difference.mean() - half, abs=0.1 * half)
     assert high == pytest.approx(difference.mean() + half, abs=0.1 * half)
-    assert paired_interval(a, b, seed=0) == (low, high)
-    assert paired_interval(a, b, seed=1) != (low, high)
+    assert paired_bootstrap(a, b, seed=0) == (low, high)
+    assert paired_bootstrap(a, b, seed=1) != (low, high)
     uneven = (np.array([1.0, 30.0]), np.array([1, 10]))
-    assert paired_interval(uneven, uneven, seed=0) == (0.0, 0.0)
+    assert paired_bootstrap(uneven, uneven, seed=0) == (0.0, 0.0)
 
 
 def test_replies_are_greedy_and_stop_prompts_end_before_the_last_reply(work: Path) -> None:

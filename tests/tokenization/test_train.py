@@ -149,3 +149,9 @@ def test_another_process_learns_the_same_tokenizer(documents: list[str]) -> None
         [sys.executable, "-c", program], input=json.dumps(sample), capture_output=True, text=True, check=True
     )
     assert other.stdout.strip() == tokenizer_sha256(train_tokenizer(sample, 1024)[0])
+
+
+def test_an_empty_document_is_not_the_end_of_the_corpus() -> None:
+    texts = ["some words here and there " * 40, "", "other words come after it " * 40]
+    _, report = train_tokenizer(texts, 270)
+    assert (report["documents"], report["bytes"]) == (2, 2 * 40 * 26)
