@@ -22,10 +22,10 @@ demo: $(STAMP) ## raw text -> tokenizer -> shards -> training -> evaluation -> G
 	$(BIN)/hf-tinylm demo
 
 test: $(STAMP) ## the test suite without the slow tests
-	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' $(PYTEST_ARGS)
 
 test-all: $(STAMP) ## the whole test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(STAMP) ## style, format and types
 	$(BIN)/ruff check .

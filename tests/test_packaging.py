@@ -244,7 +244,7 @@ def test_make_installs_once_and_again_when_a_dependency_changes(tmp_path: Path) 
     stamp = tmp_path / ".venv" / ".installed"
     stamp.touch()
     assert "pip install" not in planned()
-    assert "pytest -m 'not slow'" in planned()
+    assert "-m 'not slow'" in planned()
     past = stamp.stat().st_mtime - 60
     os.utime(stamp, (past, past))
     assert "pip install" in planned()
