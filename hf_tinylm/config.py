@@ -17,7 +17,7 @@ import yaml
 
 from .errors import ConfigError
 from .files import bundled, read_json, write_text
-from .sections import ModelSection, RunConfig, SourceSection
+from .sections import ConversationSource, ModelSection, RunConfig, SourceSection
 from .values import PlainDumper, accepts, build, check_name, describe, parse_text, shown
 
 SECTIONS: dict[str, type] = {f.name: typing.get_type_hints(RunConfig)[f.name] for f in dataclasses.fields(RunConfig)}
@@ -124,7 +124,7 @@ _ABOVE_ZERO = {
     "data": ("sequence_length", "shard_ids", "num_workers", "pack_tokens"),
     "training": (
         *("train_tokens", "global_batch_tokens", "per_device_train_batch_size", "per_device_eval_batch_size"),
-        *("learning_rate", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "save_minutes"),
+        *("epochs", "learning_rate", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "save_minutes"),
         *("save_total_limit", "cpu_threads", "milestone_steps", "nonfinite_limit", "stop_after_updates", "max_hours"),
         *("max_cost", "price_per_hour"),
     ),
@@ -164,6 +164,11 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError("bf16 and fp16 are both true; one precision is needed. Leave out one of them.")
     if training.init_optimizer and training.init_from is None:
         raise ConfigError("init_optimizer is true, but init_from names no checkpoint. Give it: --init_from DIR.")
+    if training.epochs != 1 and training.train_tokens != "epoch":
+        raise ConfigError(
+            f"epochs={training.epochs:g} and train_tokens={training.train_tokens:,} both say how long the run is. "
+            f"Leave out one of them."
+        )
     if config.data.pack_tokens is not None and not any(source.weight for source in config.data.sources):
         raise ConfigError(
             f"pack_tokens={config.data.pack_tokens:,} is shared out by weight, and no source has one. Give each source "
@@ -180,16 +185,29 @@ def check_config(config: RunConfig) -> None:
                 f"max_documents={source.max_documents} of source {source.name!r} must be above 0, or null."
             )
         _check_filters(source)
-        _check_amount(source)
+        _check_amount(source, ("tokens", "epochs", "weight"))
+    for conversations in (config.data.conversations, config.data.test_conversations):
+        _check_conversations(conversations)
+
+
+def _check_conversations(sources: list[ConversationSource]) -> None:
+    names = [source.name for source in sources]
+    for source in sources:
+        if names.count(source.name) > 1:
+            raise ConfigError(f"Two sources are named {source.name!r}; give each source its own name.")
+        _check_amount(source, ("epochs", "share"))
+        _check_pair(source, "filter_column", "allowed_values")
+    shares = sum(source.share or 0.0 for source in sources)
+    if shares >= 1 or (sources and all(source.share for source in sources)):
+        raise ConfigError(
+            f"the shares of the {len(sources)} sources of conversations add up to {shares:g}; below 1 is needed, and a "
+            f"source without a share, which decides how much there is. Give one source epochs in place of its share."
+        )
 
 
 def _check_filters(source: SourceSection) -> None:
-    for column, allowed in (("language_column", "allowed_languages"), ("licence_column", "allowed_licences")):
-        if bool(getattr(source, column)) != bool(getattr(source, allowed)):
-            raise ConfigError(
-                f"source {source.name!r} has {column}={getattr(source, column)} and {allowed}="
-                f"{getattr(source, allowed)}. A filter needs both: {column}: NAME, {allowed}: [VALUE, ...]."
-            )
+    _check_pair(source, "language_column", "allowed_languages")
+    _check_pair(source, "licence_column", "allowed_licences")
     low, high = source.min_characters, source.max_characters
     if (low is not None and low < 0) or (high is not None and high < max(low or 0, 1)):
         raise ConfigError(
@@ -197,8 +215,16 @@ def _check_filters(source: SourceSection) -> None:
         )
 
 
-def _check_amount(source: SourceSection) -> None:
-    given = {key: getattr(source, key) for key in ("tokens", "epochs", "weight") if getattr(source, key) is not None}
+def _check_pair(source: SourceSection | ConversationSource, column: str, allowed: str) -> None:
+    if bool(getattr(source, column)) != bool(getattr(source, allowed)):
+        raise ConfigError(
+            f"source {source.name!r} has {column}={getattr(source, column)} and {allowed}={getattr(source, allowed)}. "
+            f"A filter needs both: {column}: NAME, {allowed}: [VALUE, ...]."
+        )
+
+
+def _check_amount(source: SourceSection | ConversationSource, keys: tuple[str, ...]) -> None:
+    given = {key: getattr(source, key) for key in keys if getattr(source, key) is not None}
     if len(given) > 1:
         raise ConfigError(f"source {source.name!r} has {' and '.join(given)}; one of them says how much. Leave one.")
     for key, value in given.items():

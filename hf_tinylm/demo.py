@@ -1,8 +1,9 @@
-"""The whole road on the bundled prose: tokenizer, shards, training, GGUF, llama.cpp, and an honest summary."""
+"""The whole road on bundled text: tokenizer, shards, training, chat, GGUF, llama.cpp, and an honest summary."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import statistics
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from .errors import ConfigError, TrainingError
 from .files import bundled, read_json, write_json
 from .sections import RunConfig
 
+NAME = "Wren"  # of the assistant in recipes/persona
+QUESTION = "Who are you?"
+REPLIES, REPLY_TOKENS = 100, 64
 PROMPT = "It is a truth universally acknowledged, that"
 GREEDY_TOKENS = 40
 
@@ -24,25 +28,35 @@ def run_demo(overrides: list[str]) -> int:
     """Run every stage that `runs/demo` does not hold yet, print the summary, and check it.
 
     Returns:
-        0; or 1 when the model is no better than a bigram count or llama.cpp continues differently from transformers.
+        0; or 1 when the model is no better than a bigram count, llama.cpp continues differently from transformers, or
+        the chat model has not learned what it was taught (`chat_failures`).
 
     Raises:
-        TrainingError: the training command failed; its own error is above.
+        TrainingError: a training command failed; its own error is above.
     """
     began = time.monotonic()
     config = load_config("demo", overrides)
     assert config.training.output_dir is not None, "the bundled configuration names its folders"
     run = Path(config.training.output_dir)
+    chat, chat_settings = run.with_name("chat"), _chat_settings(config, run)
+    chat_config = load_config("sft-demo", chat_settings)
     _refuse_other_settings(config, run)
+    _refuse_other_settings(chat_config, chat)
     _write_pack(config)
     if not (run / "DONE.json").is_file():
-        _train(config, overrides)
+        _train("pretrain.py", config, ["--config", "demo", *overrides])
+    if not (chat / "DONE.json").is_file():
+        _train("sft.py", chat_config, ["--config", "sft-demo", *chat_settings])
     summary = summarise(config, run)
+    summary["chat"] = summarise_chat(chat_config, chat, run / "final")
     summary["minutes"] = (time.monotonic() - began) / 60
     write_json(run / "summary.json", summary)
     print("\n".join(summary_lines(summary)))
     better = summary["loss"] < summary["kneser_ney_bigram_loss"]
-    return 0 if better and summary["continuations_equal"] in (True, None) else 1
+    failures = chat_failures(summary["chat"])
+    for failure in failures:
+        print(f"NOT LEARNED: {failure}")
+    return 0 if better and summary["continuations_equal"] in (True, None) and not failures else 1
 
 
 def summarise(config: RunConfig, run: Path) -> dict[str, Any]:
@@ -78,6 +92,67 @@ def summarise(config: RunConfig, run: Path) -> dict[str, Any]:
     }
 
 
+def summarise_chat(config: RunConfig, run: Path, base: Path) -> dict[str, Any]:
+    """What the demo says of a chat run beside the `base` model it started from.
+
+    Greedy replies are asked for on the persona's held-out questions and, up to `REPLIES`, on its training questions.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from .data.conversations import load_conversations
+    from .evaluation.chat import TransformersChat
+    from .evaluation.promotion import conversation_losses
+    from .modeling.factory import load_model
+    from .tokenization.load import load_tokenizer
+
+    tokenizer = load_tokenizer(run / "final")
+    data, held_out, taught = config.data, _persona("test"), _persona("train")
+    test = load_conversations(data.test_conversations, tokenizer, data.sequence_length, truncation=data.truncation)
+    losses = {}
+    for name, folder in (("base_loss", base), ("loss", run / "final")):
+        nats, targets = conversation_losses(load_model(folder), test)
+        losses[name] = float(nats.sum() / targets.sum())
+    prompts = [messages[: i + 1] for _, messages in (*held_out, *taught) for i in _user_turns(messages)]
+    first: dict[bool, list[Any]] = {True: [], False: []}  # held-out questions about the assistant's name, and others
+    for kind, messages in held_out:
+        first[kind == "identity"].append(messages[: _user_turns(messages)[0] + 1])
+    done = read_json(run / "DONE.json")
+    found = {
+        "updates": done["updates"],
+        "supervised_tokens": done["supervised_tokens"],
+        "test_tokens": int(test.targets.sum()),
+        **losses,
+        "asked_for_its_name": len(first[True]),
+        "asked_for_something_else": len(first[False]),
+        "replies": len(prompts[:REPLIES]),
+    }
+    engine = TransformersChat(AutoModelForCausalLM.from_pretrained(run / "final"), tokenizer)
+    found |= _replies("transformers", engine, first, prompts[:REPLIES])
+    files = sorted(run.glob("*.gguf"))
+    if files and importlib.util.find_spec("xllamacpp") is not None:
+        from .export.llamacpp_chat import LlamaCppChat
+
+        with LlamaCppChat(files[0]) as other:
+            found |= _replies("llamacpp", other, first, prompts[:REPLIES])
+    return {**found, "files": [str(path) for path in (run / "final", *files)]}
+
+
+def chat_failures(chat: dict[str, Any]) -> list[str]:
+    """What the chat stage of the demo should show and does not, a line each."""
+    failures = []
+    if chat["loss"] > chat["base_loss"] / 2:
+        failures.append(f"the test loss fell from {chat['base_loss']:.4f} to {chat['loss']:.4f}, by less than half")
+    for engine in ("transformers", "llamacpp"):
+        if f"named_{engine}" not in chat:
+            continue
+        named, ended = chat[f"named_{engine}"], chat[f"ended_{engine}"]
+        if named < 0.8 * chat["asked_for_its_name"]:
+            failures.append(f"{named} of {chat['asked_for_its_name']} held-out questions got its name in {engine}")
+        if ended < 0.95 * chat["replies"]:
+            failures.append(f"{ended} of {chat['replies']} replies ended by themselves in {engine}")
+    return failures
+
+
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """The summary for people."""
     first, last = summary["first_20_losses"], summary["last_20_losses"]
@@ -106,8 +181,27 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     else:
         lines.append(f"              llama.cpp:    {summary['greedy_llamacpp']!r}")
         lines.append(f"              {'equal' if summary['continuations_equal'] else 'DIFFERENT'}")
-    lines += [f"files         {path}" for path in summary["files"]]
+    lines += _chat_lines(summary["chat"])
+    lines += [f"files         {path}" for path in (*summary["files"], *summary["chat"]["files"])]
     return [*lines, f"time          {summary['minutes']:.1f} minutes in this command"]
+
+
+def _chat_lines(chat: dict[str, Any]) -> list[str]:
+    lines = [
+        f"chat          {chat['updates']:,} updates, {chat['supervised_tokens']:,} supervised tokens of replies",
+        f"  persona test loss           {chat['loss']:7.4f} nats per supervised token over {chat['test_tokens']:,}; "
+        f"the base model {chat['base_loss']:.4f}",
+    ]
+    for engine, shown in (("transformers", "transformers"), ("llamacpp", "llama.cpp")):
+        if f"named_{engine}" in chat:
+            named, unasked, ended = (chat[f"{what}_{engine}"] for what in ("named", "named_unasked", "ended"))
+            lines += [
+                f"  in {shown + ':':<25} says its name to {named} of {chat['asked_for_its_name']} held-out questions "
+                f"for it, and to {unasked} of {chat['asked_for_something_else']} others",
+                f"{'':<30}ends {ended} of {chat['replies']} replies by itself",
+            ]
+            lines.append(f"  {QUESTION:<28}{chat[f'answer_{engine}']!r}")
+    return lines
 
 
 def _refuse_other_settings(config: RunConfig, run: Path) -> None:
@@ -139,22 +233,49 @@ def _write_pack(config: RunConfig) -> None:
         prepare(config)
 
 
-def _train(config: RunConfig, overrides: list[str]) -> None:
-    """Launch the recipe as a user would; what an earlier call left unfinished is resumed."""
+def _chat_settings(config: RunConfig, run: Path) -> list[str]:
+    """The overrides of the chat stage: its folders, and windows as long as the base model's."""
+    length, shipped = config.data.sequence_length, load_config("sft-demo")
+    windows = shipped.training.global_batch_tokens // shipped.data.sequence_length
+    settings = {"output_dir": run.with_name("chat"), "init_from": run / "final", "sequence_length": length}
+    settings |= {"global_batch_tokens": windows * length}
+    return [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+
+
+def _train(recipe: str, config: RunConfig, settings: list[str]) -> None:
+    """Launch a recipe as a user would; what an earlier call left unfinished is resumed."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
     launcher += ["--mixed_precision", "no", "--dynamo_backend", "no", "--quiet"]
-    recipe = [
-        str(bundled("recipes", "pretrain.py")),
-        "--config",
-        "demo",
-        *overrides,
-        "--resume_from_checkpoint",
-        "auto",
-    ]
+    command = [str(bundled("recipes", recipe)), *settings, "--resume_from_checkpoint", "auto"]
     if config.export.gguf and config.export.verify and importlib.util.find_spec("xllamacpp") is None:
-        recipe += ["--verify", "false"]
-    if subprocess.run(launcher + recipe, check=False).returncode:
+        command += ["--verify", "false"]
+    if subprocess.run(launcher + command, check=False).returncode:
         raise TrainingError("The training command failed; its error is above. Run the demo again to resume it.")
+
+
+def _persona(split: str) -> list[tuple[str, list[dict[str, str]]]]:
+    """(kind, messages) of each conversation of the bundled persona set."""
+    lines = bundled("recipes", "persona", f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [(row["kind"], row["messages"]) for row in map(json.loads, lines)]
+
+
+def _user_turns(messages: list[dict[str, str]]) -> list[int]:
+    return [i for i, message in enumerate(messages) if message["role"] == "user"]
+
+
+def _replies(name: str, engine: Any, questions: dict[bool, list[Any]], prompts: list[Any]) -> dict[str, Any]:
+    """Greedy replies of an engine: how many name the assistant and how many it ends, and one for people."""
+
+    def reply(messages: list[dict[str, str]]) -> tuple[str, bool]:
+        text, ended = engine.reply(engine.prompt_ids(messages), REPLY_TOKENS, 0.0, 1.0, 0)
+        return str(text), bool(ended)
+
+    return {
+        f"answer_{name}": reply([{"role": "user", "content": QUESTION}])[0],
+        f"named_{name}": sum(NAME in reply(question)[0] for question in questions[True]),
+        f"named_unasked_{name}": sum(NAME in reply(question)[0] for question in questions[False]),
+        f"ended_{name}": sum(reply(prompt)[1] for prompt in prompts),
+    }
 
 
 def _continuations(run: Path, model: Any, tokenizer: Any) -> dict[str, Any]:

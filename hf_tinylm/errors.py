@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import sys
 from collections.abc import Callable
 
@@ -121,11 +122,12 @@ def exit_with_error_line(command: Callable[[], int | None]) -> int:
 
 
 def _nobody_reads_output() -> bool:
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
+    """Whether standard output is a pipe whose reader has gone."""
+    if not hasattr(select, "poll"):
         return True
-    return False
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in pipe.poll(0))
 
 
 def _let_go_of_closed_streams() -> None:

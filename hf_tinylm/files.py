@@ -96,6 +96,20 @@ def _swap_in(folder: Path, target: Path) -> None:
         shutil.rmtree(previous)
 
 
+def replace_link(link: Path, target: Path) -> None:
+    """Point the symbolic link `link` at `target` by one rename: at every moment it leads to the old or the new one.
+
+    The target is written relative to the link's folder, so that both can be moved together.
+    """
+    temporary = temporary_sibling(link)
+    temporary.symlink_to(os.path.relpath(target.resolve(), link.parent.resolve()))
+    try:
+        os.replace(temporary, link)
+        fsync_path(link.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def refuse_folder_in_use(folder: Path) -> None:
     """Raise `ConfigError` when `folder` is a file or holds anything."""
     if folder.exists() and not folder.is_dir():

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .gguf_plan import GGUFType
+
 
 @dataclass
 class ModelSection:
@@ -73,6 +75,26 @@ class SourceSection:
 
 
 @dataclass
+class ConversationSource:
+    """One source of conversations: rows with a list of messages, each with `role` and `content`.
+
+    `path` is a JSONL, Parquet or Arrow file, a glob, a folder, `bundled:NAME` (of the folder recipes), or a `datasets`
+    name with `config` and `split`.
+    """
+
+    name: str
+    path: str
+    licence: str = "unknown"
+    config: str | None = None
+    split: str = "train"
+    messages_column: str = "messages"
+    filter_column: str | None = None
+    allowed_values: list[str] = field(default_factory=list)  # values of filter_column that are used
+    epochs: float | None = None  # how often its conversations are taken, such as 0.5 or 3; None without share: once
+    share: float | None = None  # its part of the supervised tokens of all sources, such as 0.2; repeated if too few
+
+
+@dataclass
 class DataSection:
     """Where the shards are, what they are made of, and how windows are cut from them."""
 
@@ -88,6 +110,11 @@ class DataSection:
     shuffle_seed: int = 42
     pack_tokens: int | None = None  # ids of the whole pack, for sources with a weight; None: no source is repeated
     sources: list[SourceSection] = field(default_factory=list)
+    conversations: list[ConversationSource] = field(default_factory=list)  # what recipes/sft.py trains on
+    test_conversations: list[ConversationSource] = field(default_factory=list)  # and what its test loss is over
+    assistant_only_loss: bool = True  # false: every token of a conversation is a target, prompts too
+    packing: bool = True  # several whole conversations in a window; false: one, padded
+    truncation: Literal["drop", "left", "turns"] = "drop"  # of a conversation longer than sequence_length
 
 
 @dataclass
@@ -97,6 +124,7 @@ class TrainingSection:
     output_dir: str | None = None
     stage_dir: str | None = None  # local folder that shards and the first checkpoint are copied to, once per host
     train_tokens: int | Literal["epoch"] = "epoch"
+    epochs: float = 1.0  # passes over the data when train_tokens is epoch
     global_batch_tokens: int = 524_288
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int | None = None  # None: as in training
@@ -134,6 +162,7 @@ class TrainingSection:
     price_per_hour: float | None = None  # money per hour of wall time, any currency
     note: str | None = None  # kept in run.json: why this run
     expect: str | None = None  # and what is expected of it
+    preflight: bool = True  # checks before the first update; a resume repeats the cheap ones
     report_to: list[str] = field(default_factory=list)
     run_name: str | None = None
     seed: int = 42
@@ -150,8 +179,12 @@ class EvaluationSection:
 class ExportSection:
     """What is written after the last update."""
 
-    gguf: list[Literal["f32", "f16"]] = field(default_factory=list)
+    gguf: list[GGUFType] = field(default_factory=list)  # K-quants (q4_k_m ...) need the extra quantize
     verify: bool = False
+    licence: str | None = None  # of the weights, as the Hub spells it: apache-2.0; None: the card says none was chosen
+    push_to_hub: bool = False  # upload final folder, GGUF files and card at the end; checked before the first update
+    hub_model_id: str | None = None  # USER/NAME; None: the name of the run under the user of the access token
+    hub_private_repo: bool = True  # an existing public repository stops a private push
 
 
 @dataclass

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from hf_tinylm.config import load_config
 from hf_tinylm.errors import exit_with_error_line
@@ -31,9 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     config = load_config(known.config, overrides)  # before the heavy imports: a typo is told at once
 
     from hf_tinylm.data.pack import open_pack, special_ids
-    from hf_tinylm.export.card import write_card
+    from hf_tinylm.export.card import CardFacts, write_card
     from hf_tinylm.export.hf import add_gguf, check_engines
+    from hf_tinylm.export.hub import destination_of, push_run
     from hf_tinylm.modeling.factory import new_model
+    from hf_tinylm.preflight.run import check_before_training
     from hf_tinylm.training.arguments import training_arguments
     from hf_tinylm.training.clocks import process_start
     from hf_tinylm.training.finish import run_summary, write_done
@@ -41,6 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     check_engines(config.export.gguf, config.export.verify)
     args = training_arguments(config)
+    run = Path(str(args.output_dir))
+    name = config.training.run_name or run.resolve().name
+    destination = destination_of(config.export, name) if args.process_index == 0 else None
     pack = open_pack(config, verify=args.local_process_index == 0)
     model = new_model(
         config.model,
@@ -61,17 +67,20 @@ def main(arguments: list[str] | None = None) -> int:
         export_bytes=export_bytes(model.config.shape, config.export.gguf),
         began=process_start(),
     )
+    if config.training.preflight:
+        check_before_training(trainer, pack, config)
     trainer.train()
 
-    run, final = trainer.output_dir, trainer.output_dir / "final"
-    name = config.training.run_name or run.resolve().name
+    final = run / "final"
     trainer.save_model(str(final))
     if trainer.is_world_process_zero():
-        write_card(final, name, run_summary(trainer), pack.shards.manifest["sources"])
+        rows, sources = trainer.record.metrics.rows(), pack.shards.manifest["sources"]
+        write_card(final, name, CardFacts(run_summary(trainer), sources, rows, licence=config.export.licence))
         exported = add_gguf(final, run, name, config.export.gguf, config.export.verify)
         for line in exported.lines():
             print(line)
         write_done(trainer, final)
+        push_run(run, destination)
     trainer.accelerator.end_training()
     return 0
 

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 import yaml
+from transformers import PreTrainedTokenizerFast
 
 from hf_tinylm.config import load_config
 from hf_tinylm.data.prepare import prepare
 from hf_tinylm.data.tokenizer_corpus import train_from_config
 from hf_tinylm.files import bundled
+from hf_tinylm.tokenization.chat import chat_tokenizer
+from hf_tinylm.tokenization.load import save_tokenizer
+from hf_tinylm.tokenization.train import train_tokenizer
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -55,7 +59,7 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "training": {
             **{"train_tokens": 6 * 256 - 51, "global_batch_tokens": 256, "per_device_train_batch_size": 2},
             **{"learning_rate": 1e-3, "warmup_steps": 2, "eval_steps": 3, "save_steps": 2, "use_cpu": True},
-            **{"bf16": False, "cpu_threads": 1},
+            **{"bf16": False, "cpu_threads": 1, "preflight": False},
         },
         "evaluation": {"eval_tokens": 2048},
     }
@@ -64,6 +68,27 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_from_config(load_config(str(path)), progress=False)
     prepare(load_config(str(path)), progress=False)
     return path
+
+
+@pytest.fixture(scope="session")
+def byte_chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    """A chat tokenizer of 260 tokens, one a byte: what it gives can be written by hand."""
+    folder = tmp_path_factory.mktemp("bytes") / "tokenizer"
+    save_tokenizer(train_tokenizer(["some text"], 260)[0], folder)
+    return chat_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="session")
+def chat_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that writes conversations, each a list of (role, content), as JSONL in a folder of their own."""
+
+    def write(name: str, chats: list[list[tuple[str, str]]]) -> Path:
+        path = tmp_path_factory.mktemp("chats") / name
+        rows = [{"messages": [{"role": role, "content": content} for role, content in chat]} for chat in chats]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from hf_tinylm.cli import build_parser, main
-from hf_tinylm.demo import run_demo, summary_lines
+from hf_tinylm.demo import chat_failures, run_demo, summary_lines
 from hf_tinylm.errors import ConfigError
 
 COMMANDS = [
     *("tokenizer train", "tokenizer audit", "prepare", "inspect", "eval", "sample", "export", "verify-gguf", "where"),
-    *("plan", "find-batch", "sweep", "demo"),
+    *("plan", "find-batch", "sweep", "demo", "persona check", "chat", "serve", "promote", "preflight"),
 ]
 
 
@@ -211,8 +211,12 @@ def test_export_of_a_checkpoint_equals_the_final_folder(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["export", str(trained / "checkpoint-00000006"), "--output_dir", str(tmp_path / "out"), "--gguf", "f32"]
+    assert main([*command, "--plan", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert not (tmp_path / "out").exists()
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["gguf"]["f32"]["bytes"] == plan["bytes"]
     assert found["gguf"]["f32"]["path"] == str(tmp_path / "out" / "out-F32.gguf")
     for name in ("model.safetensors", "config.json", "tokenizer.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (trained / "final" / name).read_bytes()
@@ -243,6 +247,10 @@ def test_verify_gguf_passes_on_the_run_and_fails_on_another_model(
         ["inspect", "missing"],
         ["inspect", "missing", "--find", "5", "--plot", "missing.png"],
         ["verify-gguf", "missing.gguf", "--against", "missing"],
+        ["persona", "check", "missing"],
+        ["chat", "missing.gguf"],
+        ["serve", "missing.gguf"],
+        ["promote", "new", "--over", "missing", "--config", "demo"],
         ["prepare", "--config", "missing"],
         ["tokenizer", "audit", "missing/tokenizer/folder", "--config", "demo"],
     ],
@@ -278,6 +286,19 @@ def test_an_empty_corpus_is_one_line_and_exit_code_2(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "empty.yaml"]
 
 
+def test_the_demo_says_what_its_chat_model_has_not_learned() -> None:
+    good = {"loss": 2.0, "base_loss": 4.0, "asked_for_its_name": 10, "replies": 100}
+    good |= {
+        f"{what}_{engine}": n for what, n in (("named", 8), ("ended", 95)) for engine in ("transformers", "llamacpp")
+    }
+    assert chat_failures(good) == []
+    assert chat_failures({**good, "loss": 2.1}) == ["the test loss fell from 4.0000 to 2.1000, by less than half"]
+    assert chat_failures({**good, "named_llamacpp": 7}) == ["7 of 10 held-out questions got its name in llamacpp"]
+    assert chat_failures({**good, "ended_transformers": 94}) == [
+        "94 of 100 replies ended by themselves in transformers"
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_runs_end_to_end_when_scaled_down(
@@ -285,6 +306,8 @@ def test_the_demo_runs_end_to_end_when_scaled_down(
 ) -> None:
     """Too short to beat the bigram, so the exit code says 1; every stage runs, and llama.cpp agrees."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hf_tinylm.demo.REPLIES", 10)
+    monkeypatch.setattr("hf_tinylm.demo.REPLY_TOKENS", 8)
     overrides = ["--train_tokens", "40_960", "--global_batch_tokens", "4096", "--warmup_steps", "2"]
     overrides += [
         "--hidden_size",
@@ -301,6 +324,10 @@ def test_the_demo_runs_end_to_end_when_scaled_down(
     assert summary["continuations_equal"] is True
     assert summary["loss"] > summary["kneser_ney_bigram_loss"]
     assert summary["first_20_losses"]["min"] <= summary["first_20_losses"]["mean"] <= summary["first_20_losses"]["max"]
+    chat = summary["chat"]
+    assert chat["loss"] < chat["base_loss"]
+    assert (chat["asked_for_its_name"], chat["asked_for_something_else"], chat["replies"]) == (13, 23, 10)
+    assert chat["answer_transformers"] == chat["answer_llamacpp"]
     shown = capsys.readouterr().out
     assert all(line in shown for line in summary_lines(summary) if line)
     assert run_demo(overrides) == 1  # nothing is trained again

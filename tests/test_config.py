@@ -242,6 +242,8 @@ def test_negative_numbers_are_values_and_not_keys() -> None:
         (["--seed", "4294967296"], "seed=4294967296 must be 0 to 4294967295"),
         (["--sources", "{name: a, path: b}", "{name: a, path: c}"], "Two sources are named 'a'"),
         (["--sources", "{name: a, path: b, max_documents: 0}"], "max_documents=0 of source 'a' must be above 0"),
+        (["--epochs", "2", "--train_tokens", "1000"], "both say how long the run is"),
+        (["--epochs", "0"], "epochs=0.0 must be above 0"),
     ],
 )
 def test_an_impossible_value_is_named_with_what_is_possible(arguments: list[str], told: str) -> None:

@@ -117,8 +117,12 @@ sys.exit(exit_with_error_line(command))
     assert process.stderr.read() == b""
     assert process.wait(timeout=60) == 141
 
-    def broken() -> int:
-        raise BrokenPipeError
-
-    with pytest.raises(BrokenPipeError):
-        exit_with_error_line(broken)
+    other = """
+from hf_tinylm.errors import exit_with_error_line
+def command():
+    raise BrokenPipeError
+exit_with_error_line(command)
+"""
+    done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr

@@ -17,6 +17,7 @@ from hf_tinylm.files import (
     bundled,
     read_json,
     refuse_folder_in_use,
+    replace_link,
     sha256_of_file,
     sha256_of_json,
     write_json,
@@ -208,3 +209,22 @@ def test_bundled_files_are_found_from_any_folder(tmp_path: Path, monkeypatch: py
     assert bundled("recipes", "corpora", "austen.txt.xz").stat().st_size > 1_000_000
     with pytest.raises(ConfigError, match="recipes/nothing is not part of this installation"):
         bundled("recipes", "nothing")
+
+
+def test_a_link_is_moved_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "old").mkdir(parents=True)
+    (tmp_path / "models" / "new").mkdir()
+    link = tmp_path / "current"
+    link.symlink_to("models/old")
+    replace_link(link, tmp_path / "models" / "new")
+    assert os.readlink(link) == "models/new"
+
+    def fail(*arguments: object) -> None:
+        raise OSError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="no"):
+            replace_link(link, tmp_path / "models" / "old")
+    assert os.readlink(link) == "models/new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "models"]

@@ -23,7 +23,7 @@ LAYERS = (
     ("training",),
     ("data", "modeling"),
     ("tokenization",),
-    ("contract", "config", "sections", "planning", "values"),
+    ("contract", "config", "sections", "planning", "values", "gguf_plan"),
     ("files", "locks", "errors"),
 )
 LEVEL_OF = {part: level for level, row in enumerate(LAYERS) for part in row}
@@ -36,11 +36,15 @@ ONE_LAYER = {
     "sections",
     "planning",
     "values",
+    "gguf_plan",
     "files",
     "locks",
     "errors",
 }  # may import within
-LIGHT = ("__init__", "cli", "config", "sections", "values", "planning", "contract", "files", "locks", "errors")
+LIGHT = (
+    *("__init__", "cli", "config", "sections", "values", "gguf_plan", "planning", "contract", "files", "locks"),
+    "errors",
+)
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "tokenizers", "tiktoken", "pyarrow", "gguf", "evaluate"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from typing import Any
 
+from ..config import load_config
+from ..errors import ConfigError
 from .options import add_command, config_of, print_result, reads_config, takes_config, takes_json
 
 
@@ -46,13 +50,14 @@ def register(commands: Any) -> None:
     inspect = add_command(
         commands,
         "inspect",
-        inspect_shards,
-        "what is in a folder of shards: manifest, lengths of documents, decoded windows",
-        "hf-tinylm inspect runs/demo/shards --tokenizer runs/demo/tokenizer",
+        inspect_data,
+        "what is in a folder of shards: manifest, lengths of documents, decoded windows; or a config's conversations",
+        "hf-tinylm inspect runs/demo/shards --tokenizer runs/demo/tokenizer; hf-tinylm inspect --config sft-demo",
     )
-    inspect.add_argument("shards")
+    inspect.add_argument("shards", nargs="?", help="a folder that hf-tinylm prepare wrote")
+    inspect.add_argument("--config", help="show the conversations of this config, with their masks, in place of shards")
     inspect.add_argument("--tokenizer", help="decode windows with this tokenizer")
-    inspect.add_argument("--sequence_length", type=int, default=64, help="targets of a shown window (default 64)")
+    inspect.add_argument("--sequence_length", type=int, help="targets of a shown window (default 64)")
     inspect.add_argument("--windows", type=int, default=3, help="how many windows to show (default 3)")
     which = inspect.add_mutually_exclusive_group()
     which.add_argument("--window", type=int, nargs="+", metavar="K", help="show window K of the training order")
@@ -93,14 +98,19 @@ def prepare_shards(options: argparse.Namespace) -> None:
     print_result(options, manifest, lambda: manifest_lines(str(config.data.shards), manifest))
 
 
-def inspect_shards(options: argparse.Namespace) -> None:
-    """Print a manifest, lengths and windows."""
+def inspect_data(options: argparse.Namespace) -> None:
+    """Print a manifest, lengths and windows, or conversations with their masks."""
+    if (options.shards is None) == (options.config is None):
+        raise ConfigError("Give a folder of shards, or --config NAME for its conversations.")
+    if options.config is not None:
+        _inspect_conversations(options)
+        return
     from ..data.inspect import inspection, inspection_lines
 
     found = inspection(
         options.shards,
         options.tokenizer,
-        options.sequence_length,
+        64 if options.sequence_length is None else options.sequence_length,
         options.windows,
         options.window,
         options.find,
@@ -109,6 +119,21 @@ def inspect_shards(options: argparse.Namespace) -> None:
         options.plot,
     )
     print_result(options, found, lambda: inspection_lines(found))
+
+
+def _inspect_conversations(options: argparse.Namespace) -> None:
+    length = [] if options.sequence_length is None else ["--sequence_length", str(options.sequence_length)]
+    config = load_config(options.config, length)
+    from ..data.inspect_chat import chat_inspection, chat_inspection_lines
+    from ..export.hf import find_tokenizer
+    from ..modeling.factory import find_model
+    from ..tokenization.chat import chat_tokenizer
+
+    path = options.tokenizer or config.tokenizer.tokenizer_path
+    tokenizer = chat_tokenizer(path or find_tokenizer(find_model(config.training.init_from)))
+    found = chat_inspection(config, tokenizer, options.windows)
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print_result(options, found, lambda: chat_inspection_lines(found, colour))
 
 
 def _audit_lines(report: dict[str, Any]) -> list[str]:

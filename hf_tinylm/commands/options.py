@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,5 +54,4 @@ def config_of(options: argparse.Namespace) -> RunConfig:
 
 def print_result(options: argparse.Namespace, value: Any, lines: Callable[[], Sequence[str]]) -> None:
     """One JSON object with `--json`, else lines for people."""
-    with contextlib.suppress(BrokenPipeError):  # `| head` has read what it wanted
-        print(json.dumps(value, ensure_ascii=False) if options.json else "\n".join(lines()))
+    print(json.dumps(value, ensure_ascii=False) if options.json else "\n".join(lines()))

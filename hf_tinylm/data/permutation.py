@@ -53,6 +53,15 @@ def permute(index: np.ndarray, size: int, key: np.ndarray | np.uint64) -> np.nda
     return values.astype(np.int64)
 
 
+def epoch_order(counters: np.ndarray, size: int, key: np.ndarray | np.uint64) -> np.ndarray:
+    """Which of `size` items stands at each of `counters` (n,) int64, which count on through epochs of `size`.
+
+    Each epoch is a permutation of its own.
+    """
+    epochs, places = np.divmod(counters, size)
+    return permute(places, size, hash_counters(epochs.astype(np.uint64), key))
+
+
 def _feistel(values: np.ndarray, rows: int, columns: int, keys: np.ndarray) -> np.ndarray:
     """One pass of the network over `values` (n,), a bijection of [0, rows x columns) for each key."""
     a, b = np.uint64(rows), np.uint64(columns)

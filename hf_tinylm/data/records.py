@@ -35,7 +35,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
     """A record before it is judged: `text` may be of any type, `columns` are those that filters read."""
 
     text: Any
@@ -49,7 +49,7 @@ def documents_of(chunk: Chunk, source: SourceSection, skipped: Skipped) -> Itera
     Raises:
         DataError: a record has another shape than the source says, or is not UTF-8 and the policy is strict.
     """
-    for row in _rows(chunk, source, skipped):
+    for row in rows_of(chunk, source, skipped):
         reason = why_skip(row.text) or _why_filtered(row.columns, source)
         if reason is None and not isinstance(row.text, str):
             raise DataError(
@@ -98,13 +98,18 @@ def _why_filtered(columns: dict[str, Any], source: SourceSection) -> str | None:
     return None
 
 
-def _rows(chunk: Chunk, source: SourceSection, skipped: Skipped) -> Iterator[_Row]:
+def rows_of(chunk: Chunk, source: SourceSection, skipped: Skipped) -> Iterator[Row]:
+    """The records of a chunk as they are, whatever the text column holds (`MISSING` where there is none).
+
+    Raises:
+        DataError: a line is not valid JSON or not UTF-8, or the chunk holds token ids.
+    """
     if chunk.kind == "text":
         position = 0
         for offset, size in chunk.pieces:
             text = chunk.payload[position : position + size].decode("utf-8")
             position += size
-            yield _Row(text, f"{chunk.path} at byte {offset:,}", {})
+            yield Row(text, f"{chunk.path} at byte {offset:,}", {})
     elif chunk.kind == "ids":
         raise DataError(
             f"{chunk.path} holds token ids, not text. It can be a source of prepare, not of training or auditing a "
@@ -116,7 +121,7 @@ def _rows(chunk: Chunk, source: SourceSection, skipped: Skipped) -> Iterator[_Ro
         yield from _table_rows(chunk, source, skipped)
 
 
-def _json_rows(chunk: Chunk, source: SourceSection, skipped: Skipped) -> Iterator[_Row]:
+def _json_rows(chunk: Chunk, source: SourceSection, skipped: Skipped) -> Iterator[Row]:
     offset = chunk.offset
     for number, line in enumerate(chunk.payload.split(b"\n"), start=chunk.first):
         start, offset = offset, offset + len(line) + 1
@@ -134,10 +139,10 @@ def _json_rows(chunk: Chunk, source: SourceSection, skipped: Skipped) -> Iterato
             raise DataError(f"{place} is JSON nested too deep. One JSON object per line is needed.") from error
         if not isinstance(row, dict):
             raise DataError(f"{place} is a JSON {type(row).__name__}; one JSON object per line is needed.")
-        yield _Row(row.get(source.text_column, MISSING), place, row)
+        yield Row(row.get(source.text_column, MISSING), place, row)
 
 
-def _table_rows(chunk: Chunk, source: SourceSection, skipped: Skipped) -> Iterator[_Row]:
+def _table_rows(chunk: Chunk, source: SourceSection, skipped: Skipped) -> Iterator[Row]:
     """Rows of an Arrow record batch; texts are read as bytes, so that bad ones meet the policy, not an exception."""
     import pyarrow as pa
 
@@ -150,7 +155,7 @@ def _table_rows(chunk: Chunk, source: SourceSection, skipped: Skipped) -> Iterat
             text = decode(text, source.utf8, place, 0, skipped)
             if text is None:
                 continue
-        yield _Row(text, place, {name: values[index] for name, values in columns.items()})
+        yield Row(text, place, {name: values[index] for name, values in columns.items()})
 
 
 def _as_bytes(column: pa.Array) -> list[Any]:
@@ -173,7 +178,7 @@ def _strings(column: pa.Array) -> list[Any]:
     return list((column.dictionary_decode() if pa.types.is_dictionary(column.type) else column).to_pylist())
 
 
-def _unicode(row: _Row, source: SourceSection, skipped: Skipped) -> str | None:
+def _unicode(row: Row, source: SourceSection, skipped: Skipped) -> str | None:
     """The text; a JSON escape such as backslash-u-d800 is half a character, which the UTF-8 policy decides on."""
     text: str = row.text
     try:

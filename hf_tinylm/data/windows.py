@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..errors import ConfigError, DataError
-from .permutation import hash_counters, key_of, permute
+from .permutation import epoch_order, hash_counters, key_of
 from .target_sources import TargetSources
 
 WindowOrder = Literal["permutation", "random", "sequential"]
@@ -123,7 +123,8 @@ class TokenWindows(Dataset[dict[str, torch.Tensor]]):
             positions = (draws % np.uint64(ends[-1])).astype(np.int64)
         else:
             ends, scale = self._stride_ends, self.sequence_length
-            positions = counters if self.order == "sequential" else self._shuffled(counters)
+            in_order = self.order == "sequential"
+            positions = counters if in_order else epoch_order(counters, self.windows_per_epoch, self._key)
         streams = np.searchsorted(ends, positions, side="right")
         first = np.concatenate(([0], ends))[streams]
         return streams, (positions - first) * scale
@@ -189,11 +190,6 @@ class TokenWindows(Dataset[dict[str, torch.Tensor]]):
             "start": start,
             "end": start + self.sequence_length + 1,
         }
-
-    def _shuffled(self, counters: np.ndarray) -> np.ndarray:
-        """Stride-T window of each counter (n,), one permutation per epoch."""
-        epochs, places = np.divmod(counters, self.windows_per_epoch)
-        return permute(places, self.windows_per_epoch, hash_counters(epochs.astype(np.uint64), self._key))
 
     def _check_range(self, counters: np.ndarray) -> None:
         if counters.size and counters.min() < 0:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer
 
 from ..errors import ConfigError
 from ..tokenization.special import END_OF_TEXT
@@ -38,6 +39,8 @@ def sample_ids(
     temperature: float = 0.8,
     top_p: float = 0.9,
     seed: int = 42,
+    end_ids: list[int] | None = None,
+    streamer: BaseStreamer | None = None,
 ) -> list[int]:
     """The ids that the model continues `prompt` with, up to and with its end-of-text id.
 
@@ -51,11 +54,13 @@ def sample_ids(
         temperature: 0 takes the most likely token every time.
         top_p: draw from the most likely tokens that together reach this probability; 1 draws from all.
         seed: two calls with equal arguments give equal ids.
+        end_ids: ids that end the text; None: those of the model's generation settings.
+        streamer: is given every id as soon as it is drawn.
 
     Raises:
         ConfigError: an argument out of its range, or a prompt that leaves no room for a new token.
     """
-    _check_arguments(max_new_tokens, temperature, top_p)
+    check_arguments(max_new_tokens, temperature, top_p)
     ids = prompt_ids(tokenizer, prompt)
     room = int(model.config.max_position_embeddings) - len(ids)
     if room < 1:
@@ -63,11 +68,11 @@ def sample_ids(
             f"The prompt has {len(ids):,} tokens; the model reads {len(ids) + room:,} at most, the new ones included. "
             "Give a shorter prompt."
         )
-    settings = _generation_config(model, tokenizer, min(max_new_tokens, room), temperature, top_p)
+    settings = _generation_config(model, tokenizer, min(max_new_tokens, room), temperature, top_p, end_ids)
     inputs = torch.tensor([ids], dtype=torch.long, device=model.device)  # (1, prompt)
     with _own_random_state(model.device, seed), _evaluation_mode(model), _settings_of(model, settings):
         output: Any = model.generate(  # type: ignore[operator]
-            inputs, attention_mask=torch.ones_like(inputs), generation_config=settings
+            inputs, attention_mask=torch.ones_like(inputs), generation_config=settings, streamer=streamer
         )
     return [int(token) for token in output[0, len(ids) :]]
 
@@ -90,11 +95,17 @@ def _end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _generation_config(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float, top_p: float
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    end_ids: list[int] | None,
 ) -> GenerationConfig:
     rows = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
     own = model.generation_config
-    end = own.eos_token_id if own is not None and own.eos_token_id is not None else tokenizer.eos_token_id
+    end = end_ids or getattr(own, "eos_token_id", None)
+    end = tokenizer.eos_token_id if end is None else end
     first_end = end[0] if isinstance(end, list) else end
     drawing = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     return GenerationConfig(
@@ -139,7 +150,8 @@ def _settings_of(model: PreTrainedModel, settings: GenerationConfig) -> Iterator
         model.generation_config = own
 
 
-def _check_arguments(max_new_tokens: int, temperature: float, top_p: float) -> None:
+def check_arguments(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    """Raise `ConfigError` for a value out of its range."""
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} must be 1 or more.")
     if not 0 <= temperature < float("inf"):

@@ -1,37 +1,40 @@
-"""A stock `llama` or `qwen3` model folder as one GGUF file, in F32 or F16, without torch.
+"""A stock `llama` or `qwen3` model folder as GGUF files, without torch.
 
-Tensors are read, converted and written one at a time, so memory stays near the largest tensor. Everything that
-llama.cpp would read differently from Hugging Face is refused; the asked name appears when the file is whole.
-
-Legend: V tokens, H hidden size, I intermediate size, N query heads, K key/value heads, D head size.
+Tensors are read, converted and written a few rows at a time, so memory depends on neither the model nor its largest
+tensor. Everything that llama.cpp would read differently from Hugging Face is refused before a file is opened; the asked
+name appears when the file is whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import asdict, dataclass
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from ..errors import ExportError
-from ..files import atomic_file
+from ..files import atomic_file, temporary_sibling
+from ..gguf_plan import (
+    ALIGNMENT,
+    FILE_TYPE_NUMBERS,
+    GGUFPlan,
+    GGUFType,
+    PlannedTensor,
+    gguf_tensors,
+    needs_llamacpp,
+    plan_tensors,
+)
 from .gguf_tokenizer import TokenizerSection, read_json_object, read_tokenizer_section
+from .model_config import ExportedConfig, read_exported_config
+from .quantize import quantize_file
 from .weights import SafetensorsFolder
 
-FileType = Literal["f32", "f16"]
-
-_REQUIRED_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "rms_norm_eps",
-)
+CHUNK_NUMBERS = 2**21  # converted at a time: 8 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -60,207 +63,136 @@ class GGUFReport:
         return {**asdict(self), "path": str(self.path)}
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The numbers of config.json that a GGUF file repeats; `vocab_rows` counts padding rows too."""
+class GGUFSource:
+    """A model folder (config, safetensors, tokenizer) that was read and found fit to be written.
 
-    architecture: str
-    vocab_rows: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    context_length: int
-    rms_norm_eps: float
-    rope_theta: float
-    tied: bool
+    `name` and `licence` default to those of the folder's README. `tokenizer_folder` is for a checkpoint, whose
+    tokenizer is elsewhere; without weights only a plan can be made.
 
+    Raises:
+        ExportError: the folder is incomplete, contradicts itself, or holds something that llama.cpp reads differently.
+    """
 
-@dataclass(frozen=True)
-class _Tensor:
-    """One tensor to write: where it comes from, what it is called there and here, and how its rows are arranged."""
+    def __init__(
+        self,
+        model_folder: Path,
+        name: str | None = None,
+        licence: str | None = None,
+        tokenizer_folder: Path | None = None,
+    ) -> None:
+        config = read_json_object(model_folder / "config.json")
+        self.config = read_exported_config(config)
+        self.section = read_tokenizer_section(tokenizer_folder or model_folder, config)
+        tokens, rows = len(self.section.tokens), self.config.shape.vocab_size
+        if rows < tokens:
+            raise ExportError(
+                f"config.json has vocab_size {rows:,}, fewer than the {tokens:,} tokens of tokenizer.json. "
+                "Use the tokenizer that the model was trained with."
+            )
+        self.trimmed_rows = rows - tokens
+        self.tensors = gguf_tensors(self.config.shape, tokens)
+        self.weights = SafetensorsFolder(model_folder)
+        self.weights.check({tensor.source: tensor.source_shape for tensor in self.tensors})
+        card = _model_card(model_folder)
+        self.name = name or card.get("model_name") or model_folder.resolve().name
+        self.licence = licence or card.get("license")
 
-    source: str
-    name: str
-    shape: tuple[int, ...]  # in the model folder
-    rotary_heads: int = 0  # number of heads whose rows llama.cpp wants interleaved
-    rows: int | None = None  # rows to keep
+    def plan(self, file_type: GGUFType) -> GGUFPlan:
+        """What the file of a type will hold, to the byte."""
+        return plan_tensors(self.tensors, file_type, self._header_bytes)
+
+    def write(self, output: Path, file_type: GGUFType) -> GGUFReport:
+        """Write the file of a type that needs no llama.cpp."""
+        plan = self.plan(file_type)
+        with atomic_file(output) as temporary:
+            self._write_header(temporary, plan)
+            self._append_tensors(temporary, plan, output.name)
+        return self._report(output, plan)
+
+    def write_all(self, targets: Mapping[GGUFType, Path]) -> dict[GGUFType, GGUFReport]:
+        """Write a file of each type; those that llama.cpp searches for come from one exact F32 file, removed after.
+
+        Raises:
+            MissingExtraError: a type needs llama-cpp-python, which is not installed.
+            ExportError: a number that the type cannot hold, or llama.cpp failed.
+        """
+        reports = {kind: self.write(path, kind) for kind, path in targets.items() if not needs_llamacpp(kind)}
+        searched = {kind: path for kind, path in targets.items() if needs_llamacpp(kind)}
+        if searched:
+            exact = temporary_sibling(next(iter(searched.values())).with_suffix(".f32"))
+            try:
+                self.write(exact, "f32")
+                for kind, path in searched.items():
+                    quantize_file(exact, path, FILE_TYPE_NUMBERS[kind])
+                    reports[kind] = self._report(path, _plan_as_written(path, self.plan(kind)))
+            finally:
+                exact.unlink(missing_ok=True)
+        return {kind: reports[kind] for kind in targets}
+
+    @cached_property
+    def _header_bytes(self) -> int:
+        """Bytes before the tensors: written once to be counted, as they do not depend on the type."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "header"
+            self._write_header(path, plan_tensors(self.tensors, "f32", 0))
+            return path.stat().st_size
+
+    def _write_header(self, path: Path, plan: GGUFPlan) -> None:
+        """Metadata and the list of tensors."""
+        import gguf
+
+        writer = gguf.GGUFWriter(path, self.config.architecture)
+        try:
+            _add_general(writer, plan, self.name, self.licence)
+            _add_architecture(writer, self.config, len(self.section.tokens))
+            _add_tokenizer(writer, self.section)
+            for planned in plan.tensors:
+                kind = gguf.GGMLQuantizationType[planned.stored]
+                writer.add_tensor_info(
+                    planned.tensor.name, planned.tensor.shape, np.dtype(np.float32), planned.bytes, raw_dtype=kind
+                )
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+        finally:
+            writer.close()
+
+    def _append_tensors(self, path: Path, plan: GGUFPlan, name: str) -> None:
+        from tqdm import tqdm
+
+        with open(path, "ab") as file:
+            file.write(bytes(-file.tell() % ALIGNMENT))
+            for planned in tqdm(plan.tensors, desc=name, unit="tensor", leave=False, disable=None):
+                for chunk in _stored_chunks(self.weights, planned):
+                    file.write(chunk.data)
+                file.write(bytes(-file.tell() % ALIGNMENT))
+
+    def _report(self, path: Path, plan: GGUFPlan) -> GGUFReport:
+        return GGUFReport(
+            path=path,
+            file_type=plan.file_type,
+            architecture=self.config.architecture,
+            bytes=path.stat().st_size,
+            parameters=plan.parameters,
+            bits_per_weight=plan.bits_per_weight,
+            tensor_types=plan.tensor_types,
+            trimmed_rows=self.trimmed_rows,
+        )
 
 
 def write_gguf(
     model_folder: Path,
     output: Path,
-    file_type: FileType = "f16",
+    file_type: GGUFType = "f16",
     name: str | None = None,
     licence: str | None = None,
 ) -> GGUFReport:
-    """Write the model of `model_folder` (config, safetensors, tokenizer) to the GGUF file `output`.
-
-    Norms and other one-dimensional tensors stay F32. `name` and `licence` default to those of the folder's README.
+    """Write the model of `model_folder` to the GGUF file `output`. One-dimensional tensors stay F32.
 
     Raises:
-        ExportError: the folder is incomplete, contradicts itself, or holds something that llama.cpp reads differently.
+        ExportError: as `GGUFSource` and `GGUFSource.write_all`.
     """
-    import gguf
-
-    if file_type not in ("f32", "f16"):
-        raise ExportError(f"file_type={file_type!r} is not known; use f32 or f16.")
-    model_folder, output = Path(model_folder), Path(output)
-    config = read_json_object(model_folder / "config.json")
-    shape = read_model_shape(config)
-    section = read_tokenizer_section(model_folder, config)
-    if shape.vocab_rows < len(section.tokens):
-        raise ExportError(
-            f"config.json has vocab_size {shape.vocab_rows:,}, fewer than the {len(section.tokens):,} tokens of "
-            "tokenizer.json. Use the tokenizer that the model was trained with."
-        )
-    tensors = _expected_tensors(shape, len(section.tokens))
-    weights = SafetensorsFolder(model_folder)
-    weights.check({tensor.source: tensor.shape for tensor in tensors})
-
-    card = _model_card(model_folder)
-    with atomic_file(output) as temporary:
-        writer = gguf.GGUFWriter(temporary, shape.architecture)
-        try:
-            parameters = sum(math.prod(_written_shape(tensor)) for tensor in tensors)
-            _add_general(
-                writer,
-                file_type,
-                name or card.get("model_name") or model_folder.resolve().name,
-                licence or card.get("license"),
-            )
-            writer.add_size_label(gguf.size_label(parameters, 0, 0, 0))
-            _add_architecture(writer, shape, len(section.tokens))
-            _add_tokenizer(writer, section)
-            types = _write_tensors(writer, weights, tensors, file_type)
-        finally:
-            writer.close()
-    data_bytes = sum(math.prod(_written_shape(tensor)) * types[tensor.name].itemsize for tensor in tensors)
-    return GGUFReport(
-        path=output,
-        file_type=file_type,
-        architecture=shape.architecture,
-        bytes=output.stat().st_size,
-        parameters=parameters,
-        bits_per_weight=8 * data_bytes / parameters,
-        tensor_types=dict(sorted(Counter(f"F{8 * dtype.itemsize}" for dtype in types.values()).items())),
-        trimmed_rows=shape.vocab_rows - len(section.tokens),
-    )
-
-
-def read_model_shape(config: dict[str, Any]) -> ModelShape:
-    """The shape that a stock config.json states, in either form of its rope settings.
-
-    Raises:
-        ExportError: a key is missing, or asks for something that llama.cpp's llama or qwen3 does not compute.
-    """
-    architecture = config.get("model_type")
-    if architecture not in ("llama", "qwen3"):
-        raise ExportError(
-            f"config.json has model_type {architecture!r}; llama or qwen3 is needed. Export the run's final folder."
-        )
-    missing = [key for key in _REQUIRED_KEYS if config.get(key) is None]
-    if missing:
-        raise ExportError(f"config.json lacks {', '.join(missing)}.")
-    _refuse_unknown_computation(config)
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or (config["hidden_size"] // heads if architecture == "llama" else None)
-    if head_dim is None or head_dim % 2:
-        raise ExportError(f"config.json has head_dim {head_dim}; an even number is needed.")
-    return ModelShape(
-        architecture=architecture,
-        vocab_rows=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        layers=config["num_hidden_layers"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=head_dim,
-        context_length=config["max_position_embeddings"],
-        rms_norm_eps=config["rms_norm_eps"],
-        rope_theta=_rope_theta(config),
-        tied=bool(config.get("tie_word_embeddings", False)),
-    )
-
-
-def _refuse_unknown_computation(config: dict[str, Any]) -> None:
-    if config.get("hidden_act") != "silu":
-        raise ExportError(
-            f"config.json has hidden_act {config.get('hidden_act')!r}; llama.cpp computes silu for this architecture."
-        )
-    for key in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
-        if config.get(key):
-            raise ExportError(
-                f"config.json has {key}={config[key]!r}, which cannot be exported. A model without it is needed."
-            )
-    if config.get("pretraining_tp", 1) not in (1, None):
-        raise ExportError(f"config.json has pretraining_tp={config['pretraining_tp']}; 1 is needed.")
-    layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
-    if layer_types:
-        raise ExportError(f"config.json has layer_types {sorted(layer_types)}; only full_attention can be exported.")
-
-
-def _rope_theta(config: dict[str, Any]) -> float:
-    """The rope base from `rope_parameters` (transformers 5) or `rope_theta` (4); both, if given, must agree."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind != "default" or rope.get("factor") not in (None, 1, 1.0):
-        raise ExportError(f"config.json has rope type {kind!r}; only the default rope can be exported.")
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise ExportError(
-            "config.json rotates only a part of each head (partial_rotary_factor); the whole head is needed."
-        )
-    given = {float(value) for value in (rope.get("rope_theta"), config.get("rope_theta")) if value is not None}
-    if len(given) != 1:
-        raise ExportError(
-            f"config.json gives {sorted(given) or 'no'} rope_theta; exactly one is needed, in rope_parameters or alone."
-        )
-    return given.pop()
-
-
-def _expected_tensors(shape: ModelShape, tokens: int) -> list[_Tensor]:
-    """Every tensor of the model in the order of the file; shapes are those of Hugging Face, (out, in)."""
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Hugging Face rotates the two halves of a head, and so does llama.cpp's `qwen3`; its `llama` rotates neighbours
-    interleave = shape.architecture == "llama"
-    tensors = [_Tensor("model.embed_tokens.weight", "token_embd.weight", (shape.vocab_rows, hidden), rows=tokens)]
-    for layer in range(shape.layers):
-        ours, theirs = f"model.layers.{layer}", f"blk.{layer}"
-        tensors += [
-            _Tensor(f"{ours}.input_layernorm.weight", f"{theirs}.attn_norm.weight", (hidden,)),
-            _Tensor(
-                f"{ours}.self_attn.q_proj.weight",
-                f"{theirs}.attn_q.weight",
-                (queries, hidden),
-                rotary_heads=shape.heads * interleave,
-            ),
-            _Tensor(
-                f"{ours}.self_attn.k_proj.weight",
-                f"{theirs}.attn_k.weight",
-                (keys, hidden),
-                rotary_heads=shape.kv_heads * interleave,
-            ),
-            _Tensor(f"{ours}.self_attn.v_proj.weight", f"{theirs}.attn_v.weight", (keys, hidden)),
-            _Tensor(f"{ours}.self_attn.o_proj.weight", f"{theirs}.attn_output.weight", (hidden, queries)),
-            _Tensor(f"{ours}.post_attention_layernorm.weight", f"{theirs}.ffn_norm.weight", (hidden,)),
-            _Tensor(f"{ours}.mlp.gate_proj.weight", f"{theirs}.ffn_gate.weight", (inner, hidden)),
-            _Tensor(f"{ours}.mlp.up_proj.weight", f"{theirs}.ffn_up.weight", (inner, hidden)),
-            _Tensor(f"{ours}.mlp.down_proj.weight", f"{theirs}.ffn_down.weight", (hidden, inner)),
-        ]
-        if shape.architecture == "qwen3":
-            tensors += [
-                _Tensor(
-                    f"{ours}.self_attn.{letter}_norm.weight", f"{theirs}.attn_{letter}_norm.weight", (shape.head_dim,)
-                )
-                for letter in "qk"
-            ]
-    tensors.append(_Tensor("model.norm.weight", "output_norm.weight", (hidden,)))
-    if not shape.tied:
-        tensors.append(_Tensor("lm_head.weight", "output.weight", (shape.vocab_rows, hidden), rows=tokens))
-    return tensors
+    return GGUFSource(Path(model_folder), name, licence).write_all({file_type: Path(output)})[file_type]
 
 
 def interleave_rotary_rows(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -272,66 +204,71 @@ def interleave_rotary_rows(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def _written_shape(tensor: _Tensor) -> tuple[int, ...]:
-    return tensor.shape if tensor.rows is None else (tensor.rows, *tensor.shape[1:])
-
-
-def _write_tensors(
-    writer: Any, weights: SafetensorsFolder, tensors: list[_Tensor], file_type: FileType
-) -> dict[str, np.dtype]:
-    """Write header, metadata and all tensors; returns the storage type of each by name."""
-    types = {t.name: np.dtype(np.float16 if file_type == "f16" and len(t.shape) > 1 else np.float32) for t in tensors}
-    for tensor in tensors:
-        shape, dtype = _written_shape(tensor), types[tensor.name]
-        writer.add_tensor_info(tensor.name, shape, dtype, math.prod(shape) * dtype.itemsize)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for tensor in tensors:
-        writer.write_tensor_data(_converted(weights.read(tensor.source), tensor, types[tensor.name]))
-    return types
-
-
-def _converted(weight: np.ndarray, tensor: _Tensor, dtype: np.dtype) -> np.ndarray:
-    """The tensor as it is stored: padding rows cut, rotary rows reordered, in `dtype`, every number finite."""
-    weight = weight if tensor.rows is None else weight[: tensor.rows]
+def _stored_chunks(weights: SafetensorsFolder, planned: PlannedTensor) -> Iterator[np.ndarray]:
+    """The tensor as it is stored, some whole rows (and, where they are reordered, whole heads) at a time."""
+    tensor = planned.tensor
+    rows = tensor.shape[0]
+    step = max(1, CHUNK_NUMBERS // math.prod(tensor.shape[1:]))
     if tensor.rotary_heads:
-        weight = interleave_rotary_rows(weight, tensor.rotary_heads)
-    with np.errstate(over="ignore"):
-        stored = np.ascontiguousarray(weight, dtype=dtype)
-    if not np.isfinite(stored).all():
-        if np.isfinite(weight).all():
-            raise ExportError(
-                f"{tensor.source} has values beyond {dtype.name}, up to {np.abs(weight).max():.3g}. Use f32."
-            )
-        raise ExportError(f"{tensor.source} has values that are not finite. Export an earlier checkpoint.")
-    return stored
+        head = rows // tensor.rotary_heads
+        step = max(1, step // head) * head
+    for start in range(0, rows, step):
+        chunk = weights.rows(tensor.source, start, min(rows, start + step))
+        if tensor.rotary_heads:
+            chunk = interleave_rotary_rows(chunk, len(chunk) // head)
+        yield _stored(chunk, planned.stored, tensor.source)
 
 
-def _add_general(writer: Any, file_type: FileType, name: str, licence: str | None) -> None:
+def _stored(chunk: np.ndarray, kind: str, source: str) -> np.ndarray:
+    """Finite numbers in a storage type, as an array whose bytes are those of the file."""
+    import gguf
+
+    if not np.isfinite(chunk).all():
+        raise ExportError(f"{source} has values that are not finite. Export an earlier checkpoint.")
+    if kind not in ("F32", "BF16"):
+        largest = float(np.abs(chunk).max(initial=0.0))
+        if largest >= 65_520:  # rounds to infinity in float16, in which block scales are kept too
+            raise ExportError(f"{source} has values beyond float16, up to {largest:.3g}. Use f32 or bf16.")
+    if kind in ("F32", "F16"):
+        return np.ascontiguousarray(chunk, dtype=np.float32 if kind == "F32" else np.float16)
+    numbers = np.ascontiguousarray(chunk, dtype=np.float32)
+    return np.ascontiguousarray(gguf.quants.quantize(numbers, gguf.GGMLQuantizationType[kind]))
+
+
+def _plan_as_written(path: Path, plan: GGUFPlan) -> GGUFPlan:
+    """The plan with the types that llama.cpp has really chosen, which another version may choose differently."""
+    from gguf import GGUFReader
+
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(path).tensors}
+    return replace(plan, tensors=tuple(replace(each, stored=kinds[each.tensor.name]) for each in plan.tensors))
+
+
+def _add_general(writer: Any, plan: GGUFPlan, name: str, licence: str | None) -> None:
     import gguf
 
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(name)
     if licence:
         writer.add_license(licence)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if file_type == "f32" else gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_file_type(FILE_TYPE_NUMBERS[plan.file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_size_label(gguf.size_label(plan.parameters, 0, 0, 0))
 
 
-def _add_architecture(writer: Any, shape: ModelShape, tokens: int) -> None:
+def _add_architecture(writer: Any, config: ExportedConfig, tokens: int) -> None:
+    shape = config.shape
     writer.add_vocab_size(tokens)
-    writer.add_context_length(shape.context_length)
+    writer.add_context_length(config.context_length)
     writer.add_embedding_length(shape.hidden_size)
     writer.add_feed_forward_length(shape.intermediate_size)
-    writer.add_block_count(shape.layers)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_block_count(shape.num_hidden_layers)
+    writer.add_head_count(shape.num_attention_heads)
+    writer.add_head_count_kv(shape.num_key_value_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope_theta)
-    writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
 def _add_tokenizer(writer: Any, section: TokenizerSection) -> None:
@@ -347,7 +284,7 @@ def _add_tokenizer(writer: Any, section: TokenizerSection) -> None:
         writer.add_eot_token_id(section.eot_token_id)
     if section.pad_token_id is not None:
         writer.add_pad_token_id(section.pad_token_id)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(section.add_bos)
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
     if section.chat_template is not None:

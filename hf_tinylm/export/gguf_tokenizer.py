@@ -1,7 +1,7 @@
 """A byte-level BPE `tokenizer.json` as the tokenizer section of a GGUF file, or the reason why it cannot be one.
 
-llama.cpp does not read the split regex, the normalizer or the flags of added tokens: it knows a short list of splits
-by name and has its own rules for the rest. Whatever those rules would tokenize differently is refused here.
+llama.cpp does not read the flags of added tokens and has rules of its own for the texts of tokens. Whatever it would
+tokenize differently is refused here, and in `gguf_splits`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from typing import Any
 
 from ..errors import ConfigError, ExportError
 from ..files import read_json
-from ..tokenization.special import QWEN2_SPLIT, byte_of_character
-
-# Only splits that llama.cpp reproduces are listed; a wrong label loads without a word and tokenizes differently.
-PRE_TOKENIZERS = {QWEN2_SPLIT: "qwen2"}
+from ..tokenization.special import byte_of_character
+from .gguf_splits import adds_bos, pre_tokenizer_label
 
 # Token texts at which llama.cpp ends generation, whatever the file says.
 # Source: llama.cpp, src/llama-vocab.cpp, "maintain a list of tokens that cause end-of-generation".
@@ -47,6 +45,7 @@ class TokenizerSection:
     """What a GGUF file says about its tokenizer; lists are indexed by token id.
 
     Attributes:
+        add_bos: every text starts with the bos token.
         end_token_ids: every id that ends generation according to the Hugging Face files.
         chat_template: Jinja text without `{% generation %}` markers, or None for a base model.
     """
@@ -59,6 +58,7 @@ class TokenizerSection:
     eos_token_id: int
     eot_token_id: int | None
     pad_token_id: int | None
+    add_bos: bool
     end_token_ids: frozenset[int]
     chat_template: str | None
 
@@ -74,7 +74,7 @@ def read_tokenizer_section(model_folder: Path, config: dict[str, Any]) -> Tokeni
     generation_path = model_folder / "generation_config.json"
     generation = read_json_object(generation_path) if generation_path.is_file() else {}
 
-    pre = _pre_tokenizer_label(tokenizer)
+    pre = pre_tokenizer_label(tokenizer)
     tokens, types = _tokens_and_types(tokenizer)
     merges = _merges(tokenizer["model"], tokens)
     ids = _special_ids(tokens, settings, {"config.json": config, "generation_config.json": generation})
@@ -99,6 +99,7 @@ def read_tokenizer_section(model_folder: Path, config: dict[str, Any]) -> Tokeni
         eos_token_id=eos,
         eot_token_id=eot,
         pad_token_id=ids["pad"],
+        add_bos=adds_bos(tokenizer, None if ids["bos"] is None else tokens[ids["bos"]]),
         end_token_ids=end_ids,
         chat_template=_chat_template(model_folder, settings),
     )
@@ -128,58 +129,6 @@ def strip_generation_markers(template: str) -> str:
     # every left side first, on the text as written; a zero character marks where a tag stood
     marked = re.sub(r"(\s*)\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", trim_left, template)
     return re.sub(r"\0([-+]?)\0(\s*)", trim_right, marked)
-
-
-def _pre_tokenizer_label(tokenizer: dict[str, Any]) -> str:
-    if tokenizer.get("normalizer") is not None:
-        raise ExportError(
-            f"tokenizer.json has a normalizer ({tokenizer['normalizer'].get('type')}); llama.cpp applies none to a "
-            "byte-level BPE, so ids would differ. Train a tokenizer without one: hf-tinylm tokenizer train"
-        )
-    steps = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
-    if [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
-        raise ExportError(
-            f"tokenizer.json splits text by {[step.get('type') for step in steps] or 'nothing'}; a Split followed by "
-            "ByteLevel is needed. Train one: hf-tinylm tokenizer train"
-        )
-    split, byte_level = steps
-    pattern = split.get("pattern")
-    regex = pattern.get("Regex") if isinstance(pattern, dict) else None
-    if regex not in PRE_TOKENIZERS or split.get("behavior") != "Isolated" or split.get("invert"):
-        raise ExportError(
-            f"tokenizer.json splits text by {pattern!r} ({split.get('behavior')}); llama.cpp reproduces exactly only "
-            f"the isolated regex of {', '.join(PRE_TOKENIZERS.values())}. Train one: hf-tinylm tokenizer train"
-        )
-    if byte_level.get("add_prefix_space") or byte_level.get("use_regex"):
-        raise ExportError(
-            "tokenizer.json has a ByteLevel step with add_prefix_space or use_regex, which llama.cpp does not do. "
-            "Set both to false before training."
-        )
-    _refuse_added_ids(tokenizer.get("post_processor"))
-    decoders = [step.get("type") for step in _steps(tokenizer.get("decoder"), "decoders")]
-    if decoders != ["ByteLevel"]:
-        raise ExportError(f"tokenizer.json decodes by {decoders or 'nothing'}; ByteLevel is needed.")
-    return PRE_TOKENIZERS[regex]
-
-
-def _steps(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """The steps of a tokenizer component, which is absent, single or a Sequence."""
-    if step is None:
-        return []
-    return list(step.get(key, [])) if step.get("type") == "Sequence" else [step]
-
-
-def _refuse_added_ids(post_processor: dict[str, Any] | None) -> None:
-    """Only processors that add no token pass: transformers writes an empty TemplateProcessing by itself."""
-    for step in _steps(post_processor, "processors"):
-        if step.get("type") == "ByteLevel" or (
-            step.get("type") == "TemplateProcessing" and not step.get("special_tokens")
-        ):
-            continue
-        raise ExportError(
-            f"tokenizer.json adds special tokens around every text ({step.get('type')}); a GGUF file of this package "
-            "says add_bos_token=false and add_eos_token=false. Remove the post_processor."
-        )
 
 
 def _tokens_and_types(tokenizer: dict[str, Any]) -> tuple[list[str], list[int]]:
@@ -220,7 +169,6 @@ def _refuse_other_models(model: dict[str, Any]) -> None:
         "continuing_subword_prefix",
         "end_of_word_suffix",
         "byte_fallback",
-        "ignore_merges",
     )
     for name in names:
         if model.get(name):

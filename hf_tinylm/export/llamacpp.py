@@ -19,7 +19,9 @@ import tempfile
 import threading
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -51,11 +53,29 @@ class Continuation:
     ended: bool
 
 
+@dataclass(frozen=True)
+class Service:
+    """A server for people instead of comparisons: a known address, no key, llama.cpp's own arithmetic and caches.
+
+    `port` 0 takes a free one; `web` serves llama.cpp's chat page at /.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    web: bool = False
+
+
+def chosen_threads(path: Path) -> int:
+    """Threads for a file; they wait for each other by spinning: on shared cores two were 40 times slower than one."""
+    small = not path.is_file() or path.stat().st_size < _SMALL_FILE_BYTES
+    return 1 if small else min(4, os.cpu_count() or 1)
+
+
 class LlamaCppServer:
     """Context manager around a child process that has loaded `path`.
 
-    Arithmetic is pinned for comparisons: CPU, F32 key/value cache, no flash attention, no prompt cache, one sequence.
-    `threads` 0 chooses by the size of the file.
+    Without a `service`, arithmetic is pinned for comparisons: CPU, F32 key/value cache, no flash attention, no prompt
+    cache, one sequence. `context_length` 0 takes the model's own. `threads` 0 chooses by the size of the file.
 
     Raises:
         MissingExtraError: xllamacpp is not installed.
@@ -64,11 +84,17 @@ class LlamaCppServer:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], context_length: int = 512, threads: int = 0, timeout: float = 600.0
+        self,
+        path: str | os.PathLike[str],
+        context_length: int = 512,
+        threads: int = 0,
+        timeout: float = 600.0,
+        service: Service | None = None,
     ) -> None:
         self.path = Path(path)
         self.timeout = timeout
-        self._settings = {"context_length": context_length, "threads": threads}
+        self._settings = {"context_length": context_length, "threads": threads or chosen_threads(self.path)}
+        self._service = service
         self._process: subprocess.Popen[str] | None = None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback: never through a proxy
 
@@ -77,10 +103,6 @@ class LlamaCppServer:
             raise MissingExtraError("xllamacpp", "gguf-verify", "running a GGUF file in llama.cpp")
         if not self.path.is_file():
             raise ConfigError(f"{self.path} does not exist. Give a GGUF file.")
-        if not self._settings["threads"]:
-            # threads wait for each other by spinning: on shared cores two were 40 times slower than one on a 7M model
-            small = self.path.stat().st_size < _SMALL_FILE_BYTES
-            self._settings["threads"] = 1 if small else min(4, os.cpu_count() or 1)
         self._log = tempfile.TemporaryFile()  # closed in __exit__
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(self.path.resolve())],
@@ -95,7 +117,7 @@ class LlamaCppServer:
         except BaseException:
             self.__exit__(None, None, None)
             raise
-        self._address, self._key = started["address"], started["key"]
+        self.address, self._key = started["address"], started["key"]
         return self
 
     def __exit__(
@@ -120,6 +142,16 @@ class LlamaCppServer:
     def process_id(self) -> int | None:
         """The child's process id while it runs."""
         return None if self._process is None else self._process.pid
+
+    def wait(self) -> None:
+        """Wait for the child, which serves until it is stopped.
+
+        Raises:
+            VerificationError: it ended by itself.
+        """
+        assert self._process is not None
+        self._process.wait()
+        raise VerificationError(f"llama.cpp stopped serving {self.path}: {self._last_words()}")
 
     def tokenize(self, texts: list[str], parse_special: bool, add_special: bool = False) -> list[list[int]]:
         """Token ids of each text. `parse_special` reads control-token texts as tokens; `add_special` adds bos and eos.
@@ -182,6 +214,29 @@ class LlamaCppServer:
         )
         return Continuation([int(token) for token in answer["tokens"]], ended=answer["stop_type"] == "eos")
 
+    def stream(
+        self, prompt_ids: list[int], tokens: int, temperature: float, top_p: float, seed: int
+    ) -> Iterator[dict[str, Any]]:
+        """The server's events while it draws at most `tokens` ids: `content`, `tokens`, and `stop_type` in the last.
+
+        What the prompt shares with that of the call before is not computed again.
+        """
+        sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "samplers": ["top_p", "temperature"]}
+        body = {**_NEUTRAL_SAMPLING, **sampling, "cache_prompt": True, "prompt": prompt_ids, "n_predict": tokens}
+        request = self._json_request("/completion", {**body, "stream": True, "return_tokens": True})
+        with self._open(request) as answer:
+            for line in answer:
+                if line.startswith(b"data: "):
+                    event = json.loads(line.removeprefix(b"data: "))
+                    if "error" in event:
+                        raise VerificationError(f"llama.cpp failed on {self.path}: {event['error'].get('message')}")
+                    yield event
+
+    def tokens_per_second(self, prompt_ids: list[int], tokens: int) -> float:
+        """Speed of generating `tokens` ids one by one after the prompt, at this server's threads and cache type."""
+        body = {**_NEUTRAL_SAMPLING, "prompt": prompt_ids, "n_predict": tokens, "ignore_eos": True}
+        return float(self._post("/completion", body)["timings"]["predicted_per_second"])
+
     def end_of_generation_ids(self, any_id: int = 0) -> set[int]:
         """Every id at which llama.cpp ends generation: what it would forbid when asked to ignore them."""
         body = {**_NEUTRAL_SAMPLING, "prompt": [any_id], "n_predict": 1, "ignore_eos": True}
@@ -189,7 +244,7 @@ class LlamaCppServer:
 
     def special_texts(self) -> dict[str, str]:
         """The texts of the bos and eos tokens and the chat template as llama.cpp has read them."""
-        answer = self._request(urllib.request.Request(f"{self._address}/props"))
+        answer = self._request(urllib.request.Request(f"{self.address}/props"))
         return {key: answer.get(key, "") for key in ("bos_token", "eos_token", "chat_template")}
 
     def _start(self) -> dict[str, str]:
@@ -200,7 +255,8 @@ class LlamaCppServer:
         timer = threading.Timer(self.timeout, process.kill)
         timer.start()
         try:
-            process.stdin.write(json.dumps(self._settings) + "\n")
+            service = None if self._service is None else asdict(self._service)
+            process.stdin.write(json.dumps({**self._settings, "service": service}) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:
@@ -212,17 +268,25 @@ class LlamaCppServer:
         return cast(dict[str, str], json.loads(line))
 
     def _post(self, endpoint: str, body: dict[str, Any]) -> Any:
+        return self._request(self._json_request(endpoint, body))
+
+    def _json_request(self, endpoint: str, body: dict[str, Any]) -> urllib.request.Request:
         data = json.dumps(body).encode("utf-8")
-        return self._request(
-            urllib.request.Request(self._address + endpoint, data, {"Content-Type": "application/json"})
-        )
+        return urllib.request.Request(self.address + endpoint, data, {"Content-Type": "application/json"})
 
     def _request(self, request: urllib.request.Request) -> Any:
-        request.add_header("Authorization", f"Bearer {self._key}")
-        endpoint = request.full_url.removeprefix(self._address)
+        with self._open(request) as answer:
+            return json.loads(answer.read())
+
+    @contextmanager
+    def _open(self, request: urllib.request.Request) -> Iterator[http.client.HTTPResponse]:
+        """The server's answer to a request; whatever goes wrong while it is read becomes one error."""
+        if self._key:
+            request.add_header("Authorization", f"Bearer {self._key}")
+        endpoint = request.full_url.removeprefix(self.address)
         try:
             with self._opener.open(request, timeout=self.timeout) as answer:
-                return json.loads(answer.read())
+                yield answer
         except urllib.error.HTTPError as error:
             reason = " ".join(error.read().decode("utf-8", "replace").split())[:300]
             raise VerificationError(f"llama.cpp refused {endpoint} for {self.path}: {reason}") from error
@@ -239,9 +303,13 @@ class LlamaCppServer:
         except subprocess.TimeoutExpired:
             return str(error)
         self._log.seek(0)
-        log = self._log.read().decode("utf-8", "replace")
-        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"it ended with {cause} ({_telling_line(log)})"
+        return how_it_ended(code, self._log.read().decode("utf-8", "replace"))
+
+
+def how_it_ended(code: int, log: str) -> str:
+    """The exit code or signal of a process that ran llama.cpp, with the line of its log that says why."""
+    cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"it ended with {cause} ({_telling_line(log)})"
 
 
 def _telling_line(log: str) -> str:
@@ -249,30 +317,37 @@ def _telling_line(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()] or ["it printed nothing"]
     aborts = [line for line in lines if re.search(r"GGML_ASSERT|terminate called|what\(\):", line)]
     errors = [line.partition(" E ")[2] for line in lines if re.match(r"[\d.]+ E ", line)]
-    return [*aborts[-1:], *errors[:1], lines[-1]][0]
+    failures = [line for line in lines if "failed to quantize" in line or "error loading model" in line]
+    return [*aborts[-1:], *errors[:1], *failures[:1], lines[-1]][0]
 
 
 def _serve(path: str) -> int:
     """The child: load `path`, print the address as one JSON line, serve until stdin closes."""
     import xllamacpp
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to end
     settings = json.loads(sys.stdin.readline())
     params = xllamacpp.CommonParams()
     params.model.path = path
     params.n_ctx = settings["context_length"]
     params.n_parallel = 1
     params.n_gpu_layers = 0
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
     params.cpuparams.poll = params.cpuparams_batch.poll = 0  # sleep while waiting: others use these cores too
-    params.n_threads_http = 2
-    params.fit_params = params.warmup = params.ui = params.prefill_assistant = False
-    params.cache_prompt = params.cache_idle_slots = False
-    params.cache_ram_mib = 0
+    params.fit_params = params.warmup = params.prefill_assistant = False
     params.check_tensors = True
-    key = secrets.token_hex(16)
-    params.api_keys = [key]
+    key = "" if settings["service"] else secrets.token_hex(16)
+    if settings["service"]:
+        params.hostnames, params.port = [settings["service"]["host"]], settings["service"]["port"]
+        params.ui = settings["service"]["web"]
+        params.model_alias = {Path(path).stem}
+    else:
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.n_threads_http = 2
+        params.ui = params.cache_prompt = params.cache_idle_slots = False
+        params.cache_ram_mib = 0
+        params.api_keys = [key]
     server = xllamacpp.Server(params)
     print(json.dumps({"address": server.listening_address, "key": key}), flush=True)
     sys.stdin.read()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,14 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, VerificationError
-from .llamacpp import LlamaCppServer
+from ..gguf_plan import FILE_TYPE_NUMBERS, GGUFType
+from .llamacpp import LlamaCppServer, chosen_threads
+from .logits import every_logit_is_available, raw_logits
+from .quality import Quality, QualityLimits, limits_of, log_softmax, measure_quality
 
-# Largest difference of a log-probability (nats) by general.file_type of the file: 0 is F32, 1 is F16.
-LOGIT_LIMITS = {0: 1e-3, 1: 0.1}
+# Largest difference of a log-probability or logit (nats) of files that hold the model's own numbers, nearly or exactly;
+# the other types are held to limits of what they cost (`quality.DEFAULT_LIMITS`).
+LOGIT_LIMITS: dict[GGUFType, float] = {"f32": 1e-3, "f16": 0.1}
 RANDOM_STRINGS = 5_000
 GREEDY_TOKENS = 64
 # Below this, float32 probabilities lose digits before their logarithm is taken, so only "also tiny" is required.
@@ -73,8 +77,10 @@ class ParityReport:
     Attributes:
         token_mismatches: strings with at least one different id, of `strings` compared.
         max_logit_difference: largest difference of log-probabilities (nats) over whole vocabularies at `positions`
-            positions; a common shift of all logits of a position, which changes nothing, is not seen.
-        greedy_equal: `greedy_tokens` greedy ids were the same, up to the first that ends generation.
+            positions, and of raw logits at `raw_positions` more where llama-cpp-python is installed.
+        logit_limit: what it may be; None for a quantized file, which is held to `quality_limits` instead.
+        greedy_equal: `greedy_tokens` greedy ids were the same, up to the first that ends generation; None for a
+            quantized file, whose text may differ.
         ties: greedy positions where llama.cpp took another token, whose logit Hugging Face has within `logit_limit` of
             the best; they do not count as different, and the comparison goes on from Hugging Face's choice.
         ends_equal: llama.cpp stops at every id at which Hugging Face does, and at no ordinary token.
@@ -83,16 +89,20 @@ class ParityReport:
 
     gguf: str
     model: str
+    file_type: GGUFType = "f32"
     token_mismatches: int = 0
     strings: int = 0
     max_logit_difference: float = 0.0
-    logit_limit: float = 0.0
+    logit_limit: float | None = None
     positions: int = 0
-    greedy_equal: bool = True
+    raw_positions: int = 0
+    greedy_equal: bool | None = None
     greedy_tokens: int = 0
     ties: int = 0
     ends_equal: bool = True
     template_equal: bool | None = None
+    quality: Quality | None = None
+    quality_limits: QualityLimits | None = None
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -103,15 +113,29 @@ class ParityReport:
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values; a difference that is not a number becomes null."""
         difference = self.max_logit_difference if math.isfinite(self.max_logit_difference) else None
-        return {"ok": self.ok, **asdict(self), "max_logit_difference": difference}
+        quality = None if self.quality is None else self.quality.to_json()
+        return {"ok": self.ok, **asdict(self), "max_logit_difference": difference, "quality": quality}
 
 
-def verify_gguf(gguf: Path, model_folder: Path, random_strings: int = RANDOM_STRINGS, threads: int = 0) -> ParityReport:
+def verify_gguf(
+    gguf: Path,
+    model_folder: Path,
+    random_strings: int = RANDOM_STRINGS,
+    threads: int = 0,
+    text: Path | None = None,
+    limits: Mapping[str, float] | None = None,
+    reference: Reference | None = None,
+) -> ParityReport:
     """Compare a GGUF file in llama.cpp with its stock model folder in transformers.
+
+    Args:
+        text: what the predictions are compared on; bundled prose by default.
+        limits: fields of `QualityLimits` in place of the defaults of the file's type.
+        reference: the loaded model folder, for several files of one model.
 
     Raises:
         MissingExtraError: xllamacpp is not installed.
-        ConfigError: the file or folder does not exist.
+        ConfigError: the file, folder or text does not exist.
         VerificationError: llama.cpp does not load the file, or dies while it runs.
     """
     gguf, model_folder = Path(gguf), Path(model_folder)
@@ -120,20 +144,21 @@ def verify_gguf(gguf: Path, model_folder: Path, random_strings: int = RANDOM_STR
     if not gguf.is_file():
         raise ConfigError(f"{gguf} does not exist. Give a GGUF file.")
     file_type, has_template = _read_metadata(gguf)
-    if file_type not in LOGIT_LIMITS:
-        raise VerificationError(
-            f"{gguf} has file type {file_type}; F32 and F16 files can be compared with their model."
-        )
-    report = ParityReport(str(gguf), str(model_folder), logit_limit=LOGIT_LIMITS[file_type])
-    reference = _Reference(model_folder)
+    report = ParityReport(str(gguf), str(model_folder), file_type, logit_limit=LOGIT_LIMITS.get(file_type))
+    reference = reference or Reference(model_folder)
     with LlamaCppServer(gguf, context_length=max(256, reference.context), threads=threads) as server:
         _compare_tokens(report, server, reference, [*HOSTILE_STRINGS, *random_unicode_strings(random_strings)])
         ends = _compare_ends(report, server, reference)
         prompts = reference.prompts()
         _compare_logprobs(report, server, reference, prompts)
-        for prompt in prompts[:2]:
-            _compare_greedy(report, server, reference, prompt, ends)
+        if report.logit_limit is not None:
+            if every_logit_is_available():
+                _compare_raw_logits(report, gguf, reference, prompts, threads or chosen_threads(gguf))
+            for prompt in prompts[:2]:
+                _compare_greedy(report, server, reference, prompt, ends)
         _compare_templates(report, server, reference, has_template)
+        if not report.failures:  # the cost of a file that is wrong says nothing
+            _compare_quality(report, gguf, server, reference, text, limits_of(file_type, limits))
     return report
 
 
@@ -160,7 +185,7 @@ def random_unicode_strings(count: int, seed: int = 0) -> list[str]:
     return strings
 
 
-class _Reference:
+class Reference:
     """The Hugging Face side: tokenizer, float32 model and the ids that end its generation."""
 
     def __init__(self, model_folder: Path) -> None:
@@ -223,19 +248,24 @@ class _Reference:
         return ids, torch.cat(output.logits)[:, : self.tokens].double().numpy()
 
 
-def _read_metadata(gguf: Path) -> tuple[int | None, bool]:
-    """general.file_type, and whether the file holds a chat template."""
+def _read_metadata(gguf: Path) -> tuple[GGUFType, bool]:
+    """The type of the file, and whether it holds a chat template."""
     from gguf import GGUFReader
 
     try:
         fields = GGUFReader(gguf).fields
     except (ValueError, IndexError, OSError, UnicodeDecodeError) as error:
         raise VerificationError(f"{gguf} is not a whole GGUF file ({error}). Export it again.") from error
-    file_type = fields.get("general.file_type")
-    return None if file_type is None else int(file_type.contents()), "tokenizer.chat_template" in fields
+    number = fields["general.file_type"].contents() if "general.file_type" in fields else None
+    for file_type, known in FILE_TYPE_NUMBERS.items():
+        if known == number:
+            return file_type, "tokenizer.chat_template" in fields
+    raise VerificationError(
+        f"{gguf} has general.file_type {number}; {', '.join(FILE_TYPE_NUMBERS)} can be compared with their model."
+    )
 
 
-def _compare_tokens(report: ParityReport, server: LlamaCppServer, reference: _Reference, texts: list[str]) -> None:
+def _compare_tokens(report: ParityReport, server: LlamaCppServer, reference: Reference, texts: list[str]) -> None:
     for special in reference.added_texts:
         texts += [special, f"a{special}b", f" {special} ", f"{special}{special}", special[:-1], f"\n{special}\n"]
     texts = list(dict.fromkeys(texts))
@@ -259,7 +289,7 @@ def _compare_tokens(report: ParityReport, server: LlamaCppServer, reference: _Re
         )
 
 
-def _compare_ends(report: ParityReport, server: LlamaCppServer, reference: _Reference) -> set[int]:
+def _compare_ends(report: ParityReport, server: LlamaCppServer, reference: Reference) -> set[int]:
     """Compare where generation ends; returns the ids at which either side stops."""
     theirs, ours = server.end_of_generation_ids(), reference.end_ids
     problems = []
@@ -278,27 +308,53 @@ def _compare_ends(report: ParityReport, server: LlamaCppServer, reference: _Refe
 
 
 def _compare_logprobs(
-    report: ParityReport, server: LlamaCppServer, reference: _Reference, prompts: list[list[int]]
+    report: ParityReport, server: LlamaCppServer, reference: Reference, prompts: list[list[int]]
 ) -> None:
     differences = []
     for prompt in prompts:
         logits = reference.logits(prompt)
         for length in sorted({min(len(prompt), n) for n in (1, 2, 5, 12, 24, 48)}):
-            ours = _log_softmax(logits[length - 1])
+            ours = log_softmax(logits[length - 1])
             theirs = server.next_token_logprobs(prompt[:length], reference.tokens)
             differences.append(_largest_difference(ours, theirs))
     report.positions = len(differences)
     report.max_logit_difference = float(np.max(differences))  # NaN if any is
-    if not report.max_logit_difference <= report.logit_limit:  # NaN exceeds nothing and passes nothing
+    _judge_logits(report, "log-probabilities", report.positions)
+
+
+def _compare_raw_logits(
+    report: ParityReport, gguf: Path, reference: Reference, prompts: list[list[int]], threads: int
+) -> None:
+    """Every position of the prompts; also sees a common shift of all logits, which the probabilities hide."""
+    largest = 0.0
+    for prompt, theirs in zip(prompts, raw_logits(gguf, prompts, reference.tokens, threads), strict=True):
+        largest = float(np.maximum(largest, np.abs(reference.logits(prompt) - theirs).max()))
+        report.raw_positions += len(prompt)
+    report.max_logit_difference = float(np.maximum(report.max_logit_difference, largest))
+    _judge_logits(report, "logits", report.raw_positions)
+
+
+def _judge_logits(report: ParityReport, what: str, positions: int) -> None:
+    # a NaN exceeds nothing and must pass nothing
+    if report.logit_limit is not None and not report.max_logit_difference <= report.logit_limit:
         report.failures.append(
-            f"log-probabilities differ by up to {report.max_logit_difference:.4g} at {report.positions} positions; "
+            f"{what} differ by up to {report.max_logit_difference:.4g} at {positions} positions; "
             f"the limit for this file type is {report.logit_limit:g}"
         )
 
 
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+def _compare_quality(
+    report: ParityReport,
+    gguf: Path,
+    server: LlamaCppServer,
+    reference: Reference,
+    text: Path | None,
+    limits: QualityLimits | None,
+) -> None:
+    report.quality = measure_quality(gguf, server, reference, text)
+    if limits is not None:
+        report.quality_limits = limits
+        report.failures += report.quality.failures(limits)
 
 
 def _largest_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -307,8 +363,10 @@ def _largest_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def _compare_greedy(
-    report: ParityReport, server: LlamaCppServer, reference: _Reference, prompt: list[int], ends: set[int]
+    report: ParityReport, server: LlamaCppServer, reference: Reference, prompt: list[int], ends: set[int]
 ) -> None:
+    assert report.logit_limit is not None
+    report.greedy_equal = report.greedy_equal is not False
     wanted, logits = reference.greedy(prompt, min(GREEDY_TOKENS, reference.context - len(prompt)), ends)
     done = 0
     while done < len(wanted):
@@ -337,7 +395,7 @@ def _compare_greedy(
     report.greedy_tokens += done
 
 
-def _compare_templates(report: ParityReport, server: LlamaCppServer, reference: _Reference, has_template: bool) -> None:
+def _compare_templates(report: ParityReport, server: LlamaCppServer, reference: Reference, has_template: bool) -> None:
     import jinja2
 
     if has_template != bool(reference.tokenizer.chat_template):

@@ -1,8 +1,9 @@
-"""The tensors of a model folder's safetensors files, read one at a time with numpy."""
+"""The tensors of a model folder's safetensors files, read some rows at a time with numpy."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -21,20 +22,10 @@ _NUMPY_TYPES: dict[str, np.dtype[Any]] = {
 
 
 class SafetensorsFolder:
-    """The safetensors files of a folder, one or sharded; tensors are mapped, not loaded."""
+    """The safetensors files of a folder, one or sharded; nothing is loaded before it is asked for."""
 
     def __init__(self, model_folder: Path) -> None:
-        single, index = model_folder / "model.safetensors", model_folder / "model.safetensors.index.json"
-        if single.is_file():
-            paths = [single]
-        elif index.is_file():
-            paths = [
-                model_folder / name for name in sorted(set(read_json_object(index).get("weight_map", {}).values()))
-            ]
-        else:
-            raise ExportError(
-                f"{model_folder} has no model.safetensors. Give a folder with a model's config and weights."
-            )
+        paths = weight_files(model_folder)
         self._entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
         for path in paths:
             for name, start, entry in _read_header(path):
@@ -60,14 +51,34 @@ class SafetensorsFolder:
             if entry["dtype"] not in _NUMPY_TYPES:
                 raise ExportError(f"{name} is stored as {entry['dtype']}; {', '.join(_NUMPY_TYPES)} can be exported.")
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor, mapped from its file; bfloat16 widened to float32, which is exact."""
-        path, start, entry = self._entries[name]
-        begin, _ = entry["data_offsets"]
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows `start` to `stop` of a tensor, read from its file; bfloat16 widened to float32, which is exact."""
+        path, data_start, entry = self._entries[name]
         dtype: np.dtype[Any] = _NUMPY_TYPES[entry["dtype"]]
-        shape = tuple(entry["shape"])
-        mapped = np.memmap(path, dtype=dtype, mode="r", offset=start + begin, shape=shape)
-        return cast(np.ndarray, (mapped.astype("<u4") << 16).view("<f4") if entry["dtype"] == "BF16" else mapped)
+        shape = (stop - start, *entry["shape"][1:])
+        row_numbers = math.prod(shape[1:])
+        offset = data_start + entry["data_offsets"][0] + start * row_numbers * dtype.itemsize
+        # read, not mapped: mapped pages would stay in memory for as long as the file is open
+        flat = np.fromfile(path, dtype=dtype, count=shape[0] * row_numbers, offset=offset)
+        numbers = (flat.astype("<u4") << 16).view("<f4") if entry["dtype"] == "BF16" else flat
+        return cast(np.ndarray, numbers.reshape(shape))
+
+
+def weight_files(model_folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, one or sharded; they may be missing.
+
+    Raises:
+        ExportError: the folder has neither form.
+    """
+    single, index = model_folder / "model.safetensors", model_folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ExportError(f"{model_folder} has no model.safetensors. Give a folder with a model's config and weights.")
+    names = read_json_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ExportError(f"{index} names no weights. Copy the whole folder again.")
+    return [model_folder / Path(name).name for name in sorted(set(names.values()))]
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:

@@ -36,6 +36,56 @@ def meta_model(model: ModelSection, vocab_size: int, sequence_length: int) -> Ti
         return TinyLMForCausalLM(model_configuration(model, vocab_size, sequence_length))
 
 
+def untrained_like(
+    folder: Path, model: ModelSection, vocab_size: int, sequence_length: int, **token_ids: Any
+) -> TinyLMForCausalLM:
+    """A float32 model of the shape in `folder`, to copy weights into, with attention as in `model`.
+
+    Raises:
+        ConfigError: the folder is no model, one of a kind that this package does not have, or one that has fewer than
+            `vocab_size` tokens or reads fewer than `sequence_length` of them.
+    """
+    config = read_configuration(folder)
+    if config.num_tokens < vocab_size:
+        raise ConfigError(
+            f"{folder} has {config.num_tokens:,} tokens and the tokenizer {vocab_size:,}. Give the model's own: "
+            "--tokenizer_path DIR."
+        )
+    if config.max_position_embeddings < sequence_length:
+        raise ConfigError(
+            f"sequence_length={sequence_length:,} is more than the {config.max_position_embeddings:,} tokens that "
+            f"{folder} reads. Give {config.max_position_embeddings:,} or less."
+        )
+    config.update({"attention_dropout": model.attention_dropout, **token_ids})
+    built = TinyLMForCausalLM._from_config(config, dtype=torch.float32)
+    built.set_attn_implementation(model.attn_implementation)
+    return built
+
+
+def find_model(path: str | None) -> Path:
+    """The folder of a local model, or of one on the Hub, which is downloaded into the cache.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    if path is None:
+        raise ConfigError("init_from is missing. Give the model to start from: --init_from runs/NAME/final.")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{path} is no folder, and the Hub gave: {reason} Give the final folder of a run, or the name of a Llama "
+            f"model on the Hub."
+        ) from error
+
+
 def load_model(folder: Path, attn_implementation: str = "sdpa") -> TinyLMForCausalLM:
     """A `TinyLMForCausalLM` from a checkpoint of ours or from a stock `llama`/`qwen3` folder, in float32.
 

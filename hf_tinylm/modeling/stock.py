@@ -32,7 +32,7 @@ def stock_configuration(config: TinyLMConfig) -> LlamaConfig | Qwen3Config:
         "rope_parameters": {"rope_type": "default", "rope_theta": config.theta},
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
+        "eos_token_id": _first(config.eos_token_id),
         "pad_token_id": config.pad_token_id,
     }
     return Qwen3Config(**shared) if config.qk_norm else LlamaConfig(**shared)
@@ -41,7 +41,8 @@ def stock_configuration(config: TinyLMConfig) -> LlamaConfig | Qwen3Config:
 def stock_model(model: TinyLMForCausalLM, attn_implementation: str | None = None) -> PreTrainedModel:
     """A stock model on the CPU with copies of `model`'s weights, in evaluation mode and the same dtype.
 
-    The generation configuration names the same special ids and asks for mild sampling.
+    The generation configuration names the same special ids, of a chat model every one that ends a reply, and asks for
+    mild sampling.
     """
     config = stock_configuration(model.config)
     if attn_implementation is not None:
@@ -59,13 +60,18 @@ def stock_model(model: TinyLMForCausalLM, attn_implementation: str | None = None
     stock.tie_weights()
     stock.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id,
-        eos_token_id=config.eos_token_id,
+        eos_token_id=model.config.eos_token_id,
         pad_token_id=config.pad_token_id,
         do_sample=True,
         temperature=0.8,
         top_p=0.9,
     )
     return stock.eval()
+
+
+def _first(ids: int | list[int] | None) -> int | None:
+    """Many readers of config.json take one end id only."""
+    return ids[0] if isinstance(ids, list) else ids
 
 
 def save_stock_model(model: TinyLMForCausalLM, folder: Path, tokenizer: Any = None, replace: bool = True) -> None:

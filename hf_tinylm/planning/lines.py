@@ -61,7 +61,7 @@ def _budget_lines(plan: dict[str, Any]) -> list[str]:
 
 
 def _disk_lines(plan: dict[str, Any]) -> list[str]:
-    sizes = ", ".join(f"{kind} {size(n)}" for kind, n in plan["export_bytes"].items())
+    sizes = ", ".join(f"{kind} {size(plan['export_bytes'][kind])}" for kind in ("f16", "q8_0", "q4_0", "q4_k_m"))
     lines = [f"checkpoint    {size(plan['checkpoint_bytes'])} (12 bytes per parameter)"]
     if plan["rotation_bytes"] is not None:
         lines.append(

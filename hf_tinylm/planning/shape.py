@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..gguf_plan import GGUFType, file_bytes, needs_llamacpp
 from ..sections import ModelSection
 
 
@@ -99,39 +100,10 @@ class ModelShape:
         return 2 * self.parameters
 
 
-# Bytes of a block of 32 weights: two of scale and 8 or 4 bits of each weight.
-_BLOCK_BYTES = {"q8_0": 34, "q4_0": 18}
-GGUF_KINDS = ("f32", "f16", "q8_0", "q4_0")
-
-
-def export_bytes(shape: ModelShape, kinds: Sequence[str]) -> int:
-    """About how many bytes the weights in GGUF files of these types take together; the vocabulary adds about 1 MB.
-
-    f32 and f16 count 4 and 2 bytes for every parameter. Quantized files keep norm gains in float32 and the embedding,
-    under q4_0 too, in q8_0; rows that are no multiple of 32 weights stay f16.
-    """
-    return sum(_file_bytes(shape, kind) for kind in kinds)
-
-
-def _file_bytes(shape: ModelShape, kind: str) -> int:
-    if kind in ("f32", "f16"):
-        return {"f32": 4, "f16": 2}[kind] * shape.parameters
-    width, inner, query = shape.hidden_size, shape.intermediate_size, shape.attention_width
-    from_width = shape.parts["attention"] + shape.parts["feed_forward"]
-    from_query = shape.num_hidden_layers * query * width  # the output projection of attention: rows of query width
-    from_inner = shape.num_hidden_layers * inner * width  # down_proj: rows of intermediate size
-    embeddings = shape.parts["embedding"] + shape.parts["output_projection"]
-    return (
-        _matrix_bytes(embeddings, width, "q8_0")
-        + _matrix_bytes(from_width - from_query - from_inner, width, kind)
-        + _matrix_bytes(from_query, query, kind)
-        + _matrix_bytes(from_inner, inner, kind)
-        + 4 * shape.undecayed_parameters
-    )
-
-
-def _matrix_bytes(weights: int, row: int, kind: str) -> int:
-    return 2 * weights if row % 32 else weights // 32 * _BLOCK_BYTES[kind]
+def export_bytes(shape: ModelShape, kinds: Sequence[GGUFType]) -> int:
+    """How many bytes the GGUF files of these types take together, with the F32 file that K-quants are made from."""
+    exact: list[GGUFType] = ["f32"] if any(needs_llamacpp(kind) for kind in kinds) else []
+    return sum(file_bytes(shape, kind) for kind in (*kinds, *exact))
 
 
 def uniform_loss(vocab_size: int) -> float:

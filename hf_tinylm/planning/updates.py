@@ -11,13 +11,23 @@ from ..sections import TrainingSection
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How a token budget is cut into updates. All counts are supervised targets unless they say windows or rows."""
+    """How a token budget is cut into updates. All counts are supervised targets unless they say windows or rows.
+
+    Windows of conversations also hold positions without a target; there every count is of positions, and
+    `masked_tokens` of the run's positions have none.
+    """
 
     train_tokens: int
     global_batch_tokens: int
     sequence_length: int
     per_device_train_batch_size: int
     world_size: int
+    masked_tokens: int = 0
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Targets of the whole run."""
+        return self.train_tokens - self.masked_tokens
 
     @property
     def updates(self) -> int:
@@ -80,8 +90,9 @@ def plan_updates(
 def plan_of_config(
     training: TrainingSection, sequence_length: int, available_tokens: int, world_size: int = 1
 ) -> UpdatePlan:
-    """The plan of a configured run; `train_tokens: epoch` means each of `available_tokens` once."""
-    budget = available_tokens if training.train_tokens == "epoch" else training.train_tokens
+    """The plan of a configured run; `train_tokens: epoch` means each of `available_tokens` `epochs` times."""
+    epoch = training.train_tokens == "epoch"
+    budget = round(training.epochs * available_tokens) if epoch else int(training.train_tokens)
     return plan_updates(
         budget, training.global_batch_tokens, sequence_length, training.per_device_train_batch_size, world_size
     )

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..gguf_plan import GGUF_TYPES, file_bytes
 from ..sections import RunConfig
 from .disk import checkpoints_kept, id_bytes
 from .memory import MemorySettings, peak_memory
 from .pack_facts import PackFacts, pack_facts
-from .shape import GGUF_KINDS, ModelShape, export_bytes, uniform_loss
+from .shape import ModelShape, export_bytes, uniform_loss
 from .speed import Assumptions, named_device, speed
 from .updates import UpdatePlan, plan_updates
 
@@ -64,7 +65,7 @@ def _updates(config: RunConfig, asked: Assumptions, pack: PackFacts, problems: l
     if budget == "epoch":
         if pack.origin != "manifest":
             return None
-        budget = pack.targets or 0
+        budget = round(training.epochs * (pack.targets or 0))
     rows, batch = training.per_device_train_batch_size, training.global_batch_tokens
     try:
         plan = plan_updates(int(budget), batch, length, rows, asked.num_processes)
@@ -151,8 +152,8 @@ def _disk(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pack
             updates.updates, training.save_steps, training.save_minutes, training.save_total_limit,
             training.milestone_steps, bool(training.eval_steps),
         )  # fmt: skip
-    exports = {kind: export_bytes(shape, [kind]) for kind in GGUF_KINDS}
-    final = 4 * shape.parameters + sum(exports[kind] for kind in config.export.gguf if kind in exports)
+    exports = {kind: file_bytes(shape, kind) for kind in GGUF_TYPES}
+    final = 4 * shape.parameters + export_bytes(shape, config.export.gguf)
     rotation = None if kept is None else (kept + 1) * shape.checkpoint_bytes
     ids, origin = pack.ids, pack.origin
     if ids is None and updates is not None:  # as many as one epoch of the budget needs
@@ -161,7 +162,7 @@ def _disk(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pack
         "checkpoint_bytes": shape.checkpoint_bytes,
         "checkpoints_at_once": None if kept is None else kept + 1,  # the one being written beside those that stay
         "rotation_bytes": rotation,
-        "gguf_f16_bytes": exports["f16"],
+        "gguf_f16_bytes": shape.gguf_f16_bytes,
         "export_bytes": exports,
         "final_bytes": final,
         "shard_ids": ids,

@@ -33,7 +33,7 @@ HONOURED = frozenset(
 )
 
 REFUSED: dict[str, str] = {
-    "num_train_epochs": "give train_tokens (or train_tokens: epoch)",
+    "num_train_epochs": "give train_tokens (or train_tokens: epoch, and epochs)",
     "max_steps": "give train_tokens; the updates follow from it and global_batch_tokens",
     "gradient_accumulation_steps": "it follows from global_batch_tokens and per_device_train_batch_size",
     "average_tokens_across_devices": "the loss is always divided by the targets of all processes",
@@ -63,13 +63,13 @@ REFUSED: dict[str, str] = {
     "enable_jit_checkpoint": "saves are made at update borders",
     "eval_on_start": "the first evaluation is at eval_steps",
     "debug": "a loss or gradient that is not finite is always looked for",
-    "push_to_hub": "nothing is uploaded yet; push the final folder with huggingface_hub",
-    "hub_token": "nothing is uploaded yet; push the final folder with huggingface_hub",
-    "hub_private_repo": "nothing is uploaded yet; push the final folder with huggingface_hub",
-    "hub_model_id": "nothing is uploaded yet; push the final folder with huggingface_hub",
-    "hub_revision": "nothing is uploaded yet; push the final folder with huggingface_hub",
-    "hub_strategy": "nothing is uploaded yet; push the final folder with huggingface_hub",
-    "hub_always_push": "nothing is uploaded yet; push the final folder with huggingface_hub",
+    "push_to_hub": "the recipe uploads: set it in its configuration, or run hf-tinylm push",
+    "hub_token": "the recipe uploads: set it in its configuration, or run hf-tinylm push",
+    "hub_private_repo": "the recipe uploads: set it in its configuration, or run hf-tinylm push",
+    "hub_model_id": "the recipe uploads: set it in its configuration, or run hf-tinylm push",
+    "hub_revision": "the recipe uploads: set it in its configuration, or run hf-tinylm push",
+    "hub_strategy": "the recipe uploads: set it in its configuration, or run hf-tinylm push",
+    "hub_always_push": "the recipe uploads: set it in its configuration, or run hf-tinylm push",
     "load_best_model_at_end": "the run ends with its last weights",
     "ignore_data_skip": "the window order is a function of seed and position, so nothing is skipped or replayed",
     "restore_callback_states_from_checkpoint": "callback states are always restored",
@@ -109,6 +109,7 @@ class LMTrainingArguments(TrainingArguments):
 
     global_batch_tokens: int = 524_288
     train_tokens: int | Literal["epoch"] = "epoch"
+    epochs: float = 1.0
     min_lr_ratio: float = 0.1
     save_minutes: float | None = None
     save_best: bool = False
@@ -161,10 +162,20 @@ class LMTrainingArguments(TrainingArguments):
 
 
 def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:
-    """Updates, windows and micro-batches of a run on `train_dataset`."""
+    """Updates, windows and micro-batches of a run on `train_dataset`.
+
+    Windows of conversations say how many positions a budget of targets takes (`positions_of`, `targets_of`); in all
+    others each position is a target.
+    """
     length = int(train_dataset.sequence_length)
-    budget = len(train_dataset) * length if args.train_tokens == "epoch" else int(args.train_tokens)
-    return plan_updates(budget, args.global_batch_tokens, length, args.per_device_train_batch_size, args.world_size)
+    positions_of = getattr(train_dataset, "positions_of", int)
+    if args.train_tokens == "epoch":
+        budget = round(args.epochs * (len(train_dataset) * length))
+    else:
+        budget = positions_of(int(args.train_tokens))
+    plan = plan_updates(budget, args.global_batch_tokens, length, args.per_device_train_batch_size, args.world_size)
+    masked = budget - getattr(train_dataset, "targets_of", int)(budget)
+    return dataclasses.replace(plan, masked_tokens=masked)
 
 
 def accelerator_present() -> bool:
@@ -247,7 +258,7 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
 _SAME_NAME = (
     *("save_minutes", "save_total_limit", "save_best", "milestone_steps", "save_in_background", "init_from"),
     *("init_optimizer", "nonfinite", "nonfinite_limit", "stop_after_updates", "max_hours", "max_cost"),
-    *("price_per_hour", "note", "expect", "fp16", "source_loss", "stage_dir"),
+    *("price_per_hour", "note", "expect", "fp16", "epochs", "source_loss", "stage_dir"),
 )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..contract import DONE_FILE
 from ..files import sha256_of_file, write_json
@@ -19,9 +22,12 @@ def run_summary(trainer: LMTrainer) -> dict[str, str]:
         "context": f"{trainer.model.config.max_position_embeddings:,} tokens",
         "training tokens (supervised)": f"{trainer.supervised_tokens:,}",
         "updates": f"{trainer.state.global_step:,} of {trainer.plan.global_batch_tokens:,} tokens",
+        "passes over the training windows": f"{trainer.state.epoch or 0:.3f}",
+        **_cost(trainer),
     }
     last = last_evaluation(trainer)
     if last is not None:
+        found["evaluated"] = "validation split of the training data only, unless a table below says more"
         found["validation loss"] = f"{last['eval_loss']:.4f} nats per token over {last['eval_tokens']:,} tokens"
         if "bits_per_byte" in last:
             found["validation bits per byte"] = f"{last['bits_per_byte']:.4f}"
@@ -31,6 +37,18 @@ def run_summary(trainer: LMTrainer) -> dict[str, str]:
 def last_evaluation(trainer: LMTrainer) -> dict[str, Any] | None:
     """The last row of metrics.jsonl that is an evaluation; None when there was none."""
     return next((row for row in reversed(trainer.record.metrics.rows()) if "eval_loss" in row), None)
+
+
+def _cost(trainer: LMTrainer) -> dict[str, str]:
+    """Hardware, time and arithmetic of all invocations."""
+    clocks = trainer.record.clocks.report(trainer.supervised_tokens, trainer.args.price_per_hour)
+    device = trainer.args.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
+    return {
+        "hardware": f"{trainer.args.world_size} x {name}, {'bf16' if trainer.args.bf16 else 'fp32'} matrix products",
+        "time": f"{clocks['wall_seconds'] / 3600:.2f} hours in {clocks['invocations']:,} invocations",
+        "training FLOPs (with attention)": f"{clocks['flops']:.3e}",
+    }
 
 
 def write_done(trainer: LMTrainer, final: Path) -> dict[str, Any]:

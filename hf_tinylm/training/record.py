@@ -74,7 +74,7 @@ class RunRecord:
         if self.main:
             if not known and not is_start_that_was_killed(self.output_dir):
                 refuse_folder_in_use(self.output_dir)
-            check_disk(self.output_dir, *self._disk_needed())
+            check_disk(self.output_dir, *self.disk_needed(self.output_dir))
             trace = self.lock.acquire()
             remove_leftovers(self.output_dir)
             if not known:
@@ -87,7 +87,7 @@ class RunRecord:
         plan = self.trainer.plan
         thrown_away = self._continue_clocks({}, 0)
         dropped = getattr(self.trainer.train_dataset, "dropped_ids", None)  # ids that no window supervises
-        facts = {"updates": plan.updates, "train_tokens": plan.train_tokens, "dropped_ids": dropped}
+        facts = {"updates": plan.updates, "train_tokens": plan.supervised_tokens, "dropped_ids": dropped}
         self.events.add("started", 0, **facts, **thrown_away)
         self._go_back_to(0)
         return False
@@ -131,7 +131,7 @@ class RunRecord:
         identity = {
             "model": trainer.model.config.identity,
             "training": {name: getattr(args, name) for name in IDENTITY_ARGUMENTS}
-            | {"train_tokens": plan.train_tokens, "global_batch_tokens": plan.global_batch_tokens}
+            | {"train_tokens": plan.supervised_tokens, "global_batch_tokens": plan.global_batch_tokens}
             | {"init_from": self._lineage(known)},
             "data": {
                 "sequence_length": plan.sequence_length,
@@ -185,19 +185,19 @@ class RunRecord:
         print(f"notice: {notice}", file=sys.stderr, flush=True)
         self.events.add("warned", 0, reason=notice)
 
-    def _disk_needed(self) -> tuple[int, str]:
-        """Bytes that the run may still write, and what they are."""
+    def disk_needed(self, output_dir: Path) -> tuple[int, str]:
+        """Bytes that the run may still write into its folder, and what they are."""
         trainer, args = self.trainer, self.trainer.args
         shape = trainer.model.config.shape
         kept = checkpoints_kept(
             trainer.plan.updates, int(args.save_steps) if args.save_strategy == "steps" else None, args.save_minutes,
             args.save_total_limit, args.milestone_steps, args.eval_strategy == "steps",
         )  # fmt: skip
-        there = len(list_checkpoints(self.output_dir))
+        there = len(list_checkpoints(output_dir))
         checkpoints = max(0, kept - there) + 1
         final = 4 * shape.parameters
         needed = int(checkpoints * shape.checkpoint_bytes + final + trainer.export_bytes)
-        needed -= sum(size_of(path) for path in leftovers(self.output_dir))  # removed before anything is written
+        needed -= sum(size_of(path) for path in leftovers(output_dir))  # removed before anything is written
         what = f"{checkpoints} checkpoints of {shape.checkpoint_bytes / 1e9:.2f} GB, the final model and exports"
         return needed, what
 

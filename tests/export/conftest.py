@@ -35,25 +35,37 @@ TEXT = (
 
 
 @pytest.fixture(scope="session")
-def tokenizer_json() -> str:
-    """A byte-level BPE of 544 tokens with the split of Qwen2, as the text of a tokenizer.json."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+def make_tokenizer() -> Callable[..., dict[str, Any]]:
+    """A function that trains a byte-level BPE with other steps before merging; gives the object of a tokenizer.json."""
 
-    tokenizer = Tokenizer(models.BPE())
+    def make(pre_tokenizer: Any, **changes: Any) -> dict[str, Any]:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizer
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=544,
+            special_tokens=SPECIAL_TOKENS,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator([TEXT] * 4, trainer)
+        value: dict[str, Any] = json.loads(tokenizer.to_str())
+        value["model"].update(changes)
+        return value
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer_json(make_tokenizer: Callable[..., dict[str, Any]]) -> str:
+    """A byte-level BPE of 544 tokens with the split of Qwen2, as the text of a tokenizer.json."""
+    from tokenizers import Regex, pre_tokenizers
+
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=544,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT] * 4, trainer)
-    assert tokenizer.get_vocab_size() == 544
-    return tokenizer.to_str()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return json.dumps(make_tokenizer(pre_tokenizers.Sequence([split, byte_level])), ensure_ascii=False)
 
 
 @pytest.fixture

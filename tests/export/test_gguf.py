@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_tinylm.errors import ExportError
-from hf_tinylm.export.gguf import write_gguf
+from hf_tinylm.export import gguf as gguf_module
+from hf_tinylm.export.gguf import GGUFSource, write_gguf
 from hf_tinylm.export.gguf_tokenizer import strip_generation_markers
+from hf_tinylm.gguf_plan import FILE_TYPE_NUMBERS, GGUF_TYPES, GGUFType, needs_llamacpp
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -235,17 +237,65 @@ def test_a_template_renders_the_same_without_generation_markers(assistant: str) 
     assert rendered[0] == rendered[1]
 
 
-def test_memory_stays_near_the_largest_tensor(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    folder = make_model(heads=(16, 4), layers=16)
-    write_gguf(folder, tmp_path / "warm.gguf", "f32")
-    tokenizer_bytes = (folder / "tokenizer.json").stat().st_size
-    largest = 544 * 128 * 4
+@pytest.mark.parametrize("file_type", ["f32", "f16", "q8_0", "q4_0"])
+def test_memory_stays_below_the_largest_tensor(
+    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_type: GGUFType
+) -> None:
+    monkeypatch.setattr(gguf_module, "CHUNK_NUMBERS", 2**14)
+    folder = make_model(heads=(16, 4), head_dim=32, layers=3, tied=False, max_shard_size="2MB")
+    source = GGUFSource(folder)
+    source.write(tmp_path / "warm.gguf", file_type)
+    largest = 544 * 512 * 4
     tracemalloc.start()
-    report = write_gguf(folder, tmp_path / "model.gguf", "f32")
+    report = source.write(tmp_path / "model.gguf", file_type)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert report.parameters * 4 > 12 * largest
-    assert peak < 3 * largest + 20 * tokenizer_bytes
+    assert report.parameters * 4 > 5 * largest
+    assert peak < 0.9 * largest
+
+
+def test_a_file_written_in_small_pieces_is_the_same_file(
+    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = GGUFSource(make_model(heads=(12, 4), vocab_size=608, tied=False))
+    for file_type in ("f32", "f16", "q5_1"):
+        source.write(tmp_path / "whole.gguf", file_type)
+        with monkeypatch.context() as patched:
+            patched.setattr(gguf_module, "CHUNK_NUMBERS", 1_000)
+            source.write(tmp_path / "pieces.gguf", file_type)
+        assert (tmp_path / "whole.gguf").read_bytes() == (tmp_path / "pieces.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("file_type", [kind for kind in GGUF_TYPES if not needs_llamacpp(kind)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"heads": (8, 2), "layers": 9, "vocab_size": 608},
+        {"architecture": "qwen3", "heads": (15, 5), "head_dim": 16, "tied": False},
+    ],
+)
+def test_a_plan_is_kept_to_the_byte_and_every_tensor_has_its_type(
+    make_model: Callable[..., Path], tmp_path: Path, shape: dict[str, Any], file_type: GGUFType
+) -> None:
+    source = GGUFSource(make_model(**shape))
+    plan = source.plan(file_type)
+    report = source.write(tmp_path / "model.gguf", file_type)
+    written = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert written == plan.to_json()["tensors"]
+    assert report.bytes == plan.bytes == (tmp_path / "model.gguf").stat().st_size
+    assert fields_of(tmp_path / "model.gguf")["general.file_type"] == FILE_TYPE_NUMBERS[file_type]
+
+
+def test_q8_0_is_scale_and_rounded_bytes_of_blocks_of_32(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_model("qwen3")
+    write_gguf(folder, tmp_path / "model.gguf", "q8_0")
+    stored = next(t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors if t.name == "blk.1.ffn_up.weight")
+    blocks = load_file(folder / "model.safetensors")["model.layers.1.mlp.up_proj.weight"].numpy().reshape(-1, 32)
+    stored_blocks = stored.data.reshape(-1, 34)
+    scales = stored_blocks[:, :2].copy().view(np.float16)
+    np.testing.assert_array_equal(scales, (np.abs(blocks).max(axis=1, keepdims=True) / 127).astype(np.float16))
+    exact = np.abs(blocks).max(axis=1, keepdims=True).astype(np.float64) / 127
+    assert np.abs(stored_blocks[:, 2:].view(np.int8) - blocks / exact).max() < 0.5001
 
 
 def vocabulary(change: Callable[[dict[str, int]], Any]) -> Callable[[dict[str, Any]], Any]:
@@ -268,14 +318,18 @@ def ordinary_end(tokenizer: dict[str, Any]) -> None:
 
 
 TOKENIZER_FAULTS = [
-    ("a normalizer", lambda t: t.update(normalizer={"type": "NFC"}), "normalizer"),
-    ("no split", lambda t: t.update(pre_tokenizer=t["pre_tokenizer"]["pretokenizers"][1]), "Split followed by"),
+    ("a normalizer", lambda t: t.update(normalizer={"type": "NFC"}), '"NFC"'),
+    ("no split", lambda t: t.update(pre_tokenizer=t["pre_tokenizer"]["pretokenizers"][1]), "nearest is gpt-2"),
     (
         "another regex",
         lambda t: t["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": r"\p{N}{1,3}|\p{L}+"}),
-        "qwen2",
+        r"by Split\(\\p\{N\}\{1,3\}\|\\p\{L\}\+, .* nearest is [a-z2-]+: Split\(\(\?i:'s",
     ),
-    ("a plain-text split", lambda t: t["pre_tokenizer"]["pretokenizers"][0].update(pattern={"String": " "}), "qwen2"),
+    (
+        "a plain-text split",
+        lambda t: t["pre_tokenizer"]["pretokenizers"][0].update(pattern={"String": " "}),
+        "plain text",
+    ),
     (
         "another behaviour",
         lambda t: t["pre_tokenizer"]["pretokenizers"][0].update(behavior="MergedWithNext"),
@@ -347,6 +401,10 @@ def test_a_tokenizer_that_llama_cpp_would_read_differently_is_refused(
 
 CONFIG_FAULTS = [
     ("another architecture", "config.json", {"model_type": "gpt2"}, "gpt2"),
+    ("no heads", "config.json", {"num_attention_heads": 0}, "num_attention_heads 0"),
+    ("heads that do not divide", "config.json", {"num_key_value_heads": 3}, "8 query heads"),
+    ("a number as text", "config.json", {"hidden_size": "64"}, "hidden_size '64'"),
+    ("an epsilon of zero", "config.json", {"rms_norm_eps": 0.0}, "rms_norm_eps 0.0"),
     ("a missing key", "config.json", {"rms_norm_eps": None}, "rms_norm_eps"),
     ("gelu", "config.json", {"hidden_act": "gelu"}, "gelu"),
     ("attention bias", "config.json", {"attention_bias": True}, "attention_bias"),
@@ -400,6 +458,7 @@ def test_numbers_that_are_not_finite_or_do_not_fit_are_refused(make_model: Calla
     last[3, 5] = 1e5
     save_file(weights, folder / "model.safetensors")
     assert_refused(folder, tmp_path / "out" / "model.gguf", "beyond float16, up to 1e")
+    assert_refused(folder, tmp_path / "out" / "model.gguf", "beyond float16, up to 1e", "q8_0")
     write_gguf(folder, tmp_path / "fits.gguf", "f32")
     last[3, 5] = float("nan")
     save_file(weights, folder / "model.safetensors")

@@ -67,6 +67,7 @@ def test_only_sizes_that_divide_an_update_on_every_process_are_possible(tiny_con
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_command_measures_real_updates_and_writes_the_fastest(
     tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +90,7 @@ def test_the_command_measures_real_updates_and_writes_the_fastest(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_running_out_of_memory_in_a_try_is_a_result_and_another_failure_is_not(tiny_config: Path) -> None:
     """A process that may hold 2 GB of data trains the tiny model, and cannot make one of 4 GB."""
     config = load_config(str(tiny_config))

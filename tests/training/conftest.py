@@ -57,6 +57,8 @@ def make_trainer(tmp_path: Path) -> Callable[..., LMTrainer]:
         train: Any = None,
         evaluation: Any = None,
         callbacks: list[Any] | None = None,
+        vocabulary: int = VOCABULARY,
+        length: int = LENGTH,
         **fields: Any,
     ) -> LMTrainer:
         shape = {
@@ -66,7 +68,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., LMTrainer]:
             "num_key_value_heads": 2,
             "intermediate_size": 64,
         }
-        built = new_model(ModelSection(**{**shape, **(model or {})}), VOCABULARY, LENGTH, seed=1)
+        built = new_model(ModelSection(**{**shape, **(model or {})}), vocabulary, length, seed=1)
         values: dict[str, Any] = {
             "use_cpu": True,
             "learning_rate": 1e-3,
@@ -87,7 +89,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., LMTrainer]:
             train if train is not None else TokenWindows([stream(5_000), stream(700, 1)], LENGTH, "permutation", 7),
             evaluation if evaluation is not None else TokenWindows([stream(1_500, 2)], LENGTH, "sequential", 0),
             callbacks=callbacks,
-            token_bytes=np.arange(VOCABULARY, dtype=np.int64) % 5,
+            token_bytes=np.arange(vocabulary, dtype=np.int64) % 5,
         )
 
     return make

@@ -1,0 +1,61 @@
+"""What an export starts from: a final folder, a checkpoint of a run, a stock folder, or a model's name on the Hub."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..files import read_json
+from .weights import weight_files
+
+_COPIED_SUFFIXES = (".json", ".jinja", ".md", ".txt")
+_HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.md", "merges.txt", "LICENSE*"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model folder; `stock` when other programs open it as it is, with the tokenizer in it."""
+
+    folder: Path
+    stock: bool
+
+
+def find_source(model: str) -> ModelSource:
+    """The model that a user names; one that is not on this machine is fetched from the Hub.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    folder = Path(model)
+    if not folder.exists() and len(folder.parts) == 2 and not folder.is_absolute() and not model.startswith("."):
+        folder = _from_hub(model)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{model} is not a model folder: it has no config.json. Give a run's final folder, a checkpoint, or the "
+            "folder or name of a llama or qwen3 model."
+        )
+    config = read_json(folder / "config.json")
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    return ModelSource(folder, stock=kind != "tinylm" and (folder / "tokenizer.json").is_file())
+
+
+def copy_stock_folder(source: Path, target: Path) -> None:
+    """Copy what makes a stock model folder: configuration, weights, tokenizer, card and licence, byte for byte."""
+    weights = {path.name for path in weight_files(source)}
+    for path in sorted(source.iterdir()):
+        wanted = path.name in weights or path.suffix in _COPIED_SUFFIXES or path.name.startswith("LICENSE")
+        if wanted and path.is_file() and not path.name.startswith("."):
+            shutil.copyfile(path, target / path.name)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{name} is neither a folder here nor a model that the Hub gave: {reason}") from error
