@@ -121,12 +121,22 @@ def test_a_span_is_greedy_when_each_of_its_ids_is_the_first_choice(byte_model: T
     assert [score.greedy for score in found] == [True, False, True]
 
 
-def test_equal_endings_have_exactly_equal_scores_wherever_they_stand(byte_model: TinyLMForCausalLM) -> None:
+def test_equal_endings_are_computed_once_so_they_tie_exactly_wherever_they_stand(
+    byte_model: TinyLMForCausalLM,
+) -> None:
     same, other = Span((*range(5, 45), 7, 8, 9), 40), Span((*range(5, 45), 9, 8, 7, 6, 5), 40)
-    for question in ([same, other, same], [other, other, same, same]):
-        totals = [score.total for score in CausalLMEngine(byte_model, batch_size=2).score([question])[0]]
-        for a, first in zip(question, totals, strict=True):
-            assert all(first == second for b, second in zip(question, totals, strict=True) if a == b)
+    rows: list[int] = []
+    hook = byte_model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    try:
+        for question in ([same, other, same], [other, other, same, same]):
+            totals = [score.total for score in CausalLMEngine(byte_model, batch_size=2).score([question])[0]]
+            assert rows[-2:] == [1, 2]  # what they share, and two different endings
+            for a, first in zip(question, totals, strict=True):
+                assert all((first == second) is (a == b) for b, second in zip(question, totals, strict=True))
+    finally:
+        hook.remove()
 
 
 def test_a_context_that_is_too_long_loses_ids_on_its_left_and_an_ending_that_is_too_long_is_refused(
