@@ -162,7 +162,7 @@ class TrainingSection:
     price_per_hour: float | None = None  # money per hour of wall time, any currency
     note: str | None = None  # kept in run.json: why this run
     expect: str | None = None  # and what is expected of it
-    preflight: bool = True  # checks before the first update; a resume repeats the cheap ones
+    preflight: bool = True  # of recipes/pretrain.py: checks before the first update; a resume repeats the cheap ones
     report_to: list[str] = field(default_factory=list)
     run_name: str | None = None
     seed: int = 42

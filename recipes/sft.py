@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     if trainer.is_world_process_zero():
         rows, sources = trainer.record.metrics.rows(), chats.train.conversations.facts
         facts = {"tuned from": config.training.init_from, **run_summary(trainer)}
-        parent = None if base.is_absolute() or base.exists() else str(base)
+        parent = None if Path(str(config.training.init_from)).exists() else config.training.init_from  # of the Hub
         write_card(final, name, CardFacts(facts, sources, rows, True, config.export.licence, parent))
         exported = add_gguf(final, run, name, config.export.gguf, config.export.verify)
         for line in exported.lines():

@@ -235,6 +235,7 @@ def test_smoltalk_and_the_base_model_come_from_the_hub_by_name(
     assert "smoltalk: 25 of 25 rows" in done.stdout
     config = read(tmp_path / "run" / "run.json")["config"]
     assert (config["training"]["init_from"], read(tmp_path / "run" / "DONE.json")["updates"]) == ("lab/base", 2)
+    assert "base_model: lab/base" in (tmp_path / "run" / "final" / "README.md").read_text()
     refused = hub.run(RECIPE, "--config", str(settings), "--output_dir", str(tmp_path / "x"), "--init_from", "lab/none")
     assert refused.returncode == 2
     assert "lab/none is no folder, and the Hub gave" in refused.stderr
