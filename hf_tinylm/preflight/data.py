@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
 from ..data.permutation import hash_counters, key_of
 from ..data.shards import Shard
@@ -30,9 +31,9 @@ def ids(subject: Subject) -> Finding:
     tokens = subject.model_config.num_tokens
     validation = subject.pack.validation
     batches = [*subject.batches(BATCHES), validation.batch(range(min(BATCHES, len(validation))))]
-    held = [batch[name] for batch in batches for name in ("input_ids", "shift_labels")]
-    low = min(int(tensor[tensor != IGNORE_INDEX].min()) for tensor in held)
-    high = max(int(tensor.max()) for tensor in held)
+    held = torch.cat([batch[name].flatten() for batch in batches for name in ("input_ids", "shift_labels")])
+    held = held[held != IGNORE_INDEX]
+    low, high = int(held.min()), int(held.max())
     return Finding(low >= 0 and high < tokens, f"{low:,} to {high:,}", f"0 to {tokens - 1:,}")
 
 

@@ -115,6 +115,22 @@ def test_the_table_shows_decoded_pairs_the_schedule_and_a_summary(
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        "--train_tokens 100 --warmup_steps 0",  # one update, most of it masked
+        pytest.param("--tie_word_embeddings false --qk_norm true --bf16 true", marks=pytest.mark.slow),
+        pytest.param("--document_attention true --attn_implementation eager", marks=pytest.mark.slow),
+        pytest.param("--window_order random --attention_dropout 0.2 --weight_decay 0", marks=pytest.mark.slow),
+        pytest.param("--sequence_length 4 --global_batch_tokens 64 --initializer_range 0.02", marks=pytest.mark.slow),
+        pytest.param("--pad_vocab_to_multiple_of 384 --gradient_checkpointing true", marks=pytest.mark.slow),
+    ],
+)
+def test_a_sound_run_of_any_kind_passes(preflight: Callable[..., dict[str, dict[str, Any]]], settings: str) -> None:
+    failed = {name: check for name, check in preflight(*settings.split()).items() if not check["ok"]}
+    assert failed == {}
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--warmup_steps", "6"], "leaves no update of this run"),
