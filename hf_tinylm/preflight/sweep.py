@@ -146,7 +146,8 @@ def run_sweep(branches: Sequence[Branch], config: str, tell: Callable[[str], Non
 
 
 def _run(branch: Branch, config: str, resumed: bool) -> Outcome:
-    command = [sys.executable, str(bundled("recipes", "pretrain.py")), "--config", config, *branch.arguments]
+    command = [sys.executable, str(bundled("recipes", "pretrain.py")), "--config", config]
+    command += ["--preflight", "false", *branch.arguments]  # a rate that does not learn is a result here
     command += ["--output_dir", str(branch.folder)]
     command += ["--resume_from_checkpoint", "auto"] if resumed else []
     with _log(branch).open("ab") as log:
