@@ -155,6 +155,8 @@ class LMTrainingArguments(TrainingArguments):
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
         if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
             os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"
+        # These arguments decide, not a launcher or another run of this process.
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16" if self.fp16 else "bf16" if self.bf16 else "no"
         if not self.use_cpu and not accelerator_present():
             self.use_cpu = True
         super().__post_init__()
@@ -218,8 +220,6 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
     if config.model.attn_implementation == "flex_attention" and use_cpu:
         raise ConfigError("attn_implementation=flex_attention trains on a GPU only; this run is on a CPU. Use sdpa.")
     bf16 = multiplies_bf16(use_cpu) and not training.fp16 if training.bf16 == "auto" else training.bf16
-    precision = "fp16" if training.fp16 else "bf16" if bf16 else "no"
-    os.environ["ACCELERATE_MIXED_PRECISION"] = precision  # the config decides, not the launcher
     values: dict[str, Any] = {
         "output_dir": training.output_dir,
         "train_tokens": training.train_tokens,

@@ -115,3 +115,15 @@ def test_float16_is_refused_on_a_cpu_and_beside_bfloat16(tmp_path: Path) -> None
         training_arguments(load_config(None, ["--output_dir", str(tmp_path), "--fp16", "--use_cpu"]))
     with pytest.raises(ConfigError, match="bf16 and fp16 are both true"):
         load_config(None, ["--fp16", "--bf16"])
+
+
+def test_the_arguments_decide_the_precision_whatever_a_launcher_or_an_earlier_run_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from accelerate import Accelerator
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    for bf16, expected in ((False, "no"), (True, "bf16")):
+        args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=bf16)
+        assert args.device.type == "cpu"  # sets up the state that an Accelerator shares
+        assert Accelerator().mixed_precision == expected
