@@ -198,7 +198,7 @@ def _curves(options: argparse.Namespace) -> None:
         raise ConfigError("--curves needs two different runs, or one and --published FILE.csv.")
     runs = [load_run(folder, metric) for folder in folders]
     runs += [load_published(Path(options.published), metric)] if options.published else []
-    over = [options.over] if options.over else ["tokens"] if options.published else list(AXES)
+    over = (options.over,) if options.over else AXES[:1] if options.published else AXES  # tokens come first
     report = curve_report(runs, metric, check_curves(runs, metric, over))
     if options.plot:
         draw_losses([run.curve for run in runs], Path(options.plot), over, UNITS[metric])

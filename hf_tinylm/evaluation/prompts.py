@@ -71,14 +71,15 @@ class SampleTexts(TrainerCallback):
 
     def __init__(self, trainer: LMTrainer, sample_steps: int, prompts: Sequence[str], chat: bool = False) -> None:
         self.trainer, self.every = trainer, sample_steps
-        self.tokenizer: Any = trainer.processing_class
-        model, self.end_ids = trainer.model, None
+        tokenizer: Any = trainer.processing_class
+        self.tokenizer, self.end_ids = tokenizer, None
+        model = trainer.model
         if chat:
-            talker = TransformersChat(model, self.tokenizer)
+            talker = TransformersChat(model, tokenizer)
             self.end_ids = talker.end_ids
             ids = [talker.prompt_ids([{"role": "user", "content": prompt}]) for prompt in prompts]
         else:
-            ids = [prompt_ids(self.tokenizer, prompt) for prompt in prompts]
+            ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
         for prompt, its_ids in zip(prompts, ids, strict=True):
             try:
                 room_for(model, its_ids)

@@ -120,7 +120,7 @@ def room_for(model: PreTrainedModel, ids: Sequence[int]) -> int:
     return positions - len(ids)
 
 
-def _text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def _text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
