@@ -96,7 +96,9 @@ def _check_options(options: argparse.Namespace) -> None:
     saved = options.compare and all(name.endswith(".json") for name in options.compare)
     asked = [name for name in ("suite", "text") if getattr(options, name)]
     if sum(map(bool, (options.model, options.compare, options.curves))) != 1:
-        raise ConfigError("Give one of three: hf-tinylm eval MODEL, or --compare A B, or --curves RUN RUN.")
+        raise ConfigError(
+            "Give one model, or two things to compare: hf-tinylm eval MODEL, --compare A B, or --curves RUN RUN."
+        )
     if not options.curves and (options.published or options.over or options.plot):
         raise ConfigError("--published, --over and --plot are for the curves of runs: --curves RUN RUN.")
     if options.curves and (asked or options.config):

@@ -169,7 +169,7 @@ def test_the_command_prints_the_table_draws_and_refuses(
         (["--curves", a, b, "--metric", "accuracy"], "--metric accuracy has no curve"),
         (["--curves", a, other], "--metric bits_per_byte"),
         (["--curves", a, b, "--text", "x"], "Leave out --suite"),
-        ([a, "--curves", a, b], "one of three"),
+        ([a, "--curves", a, b], "Give one model"),
         ([a, "--config", "demo", "--plot", "x.png"], "--curves RUN RUN"),
     ):
         assert main(["eval", *arguments]) == 2, arguments
