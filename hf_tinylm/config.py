@@ -125,6 +125,7 @@ _ABOVE_ZERO = {
     "training": (
         *("train_tokens", "global_batch_tokens", "per_device_train_batch_size", "per_device_eval_batch_size"),
         *("epochs", "learning_rate", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "save_minutes"),
+        "sample_steps",
         *("save_total_limit", "cpu_threads", "milestone_steps", "nonfinite_limit", "stop_after_updates", "max_hours"),
         *("max_cost", "price_per_hour"),
     ),

@@ -145,6 +145,7 @@ class TrainingSection:
     logging_steps: int = 1
     source_loss: bool = False  # the training loss of each source in metrics.jsonl; that of validation always is
     eval_steps: int | None = None
+    sample_steps: int | None = None  # write what the model makes of a file of prompts into events.jsonl; None: never
     save_steps: int | None = None
     save_minutes: float | None = 30.0
     save_total_limit: int | None = 3  # newest checkpoints kept; milestones and the best one stay besides
@@ -173,6 +174,7 @@ class EvaluationSection:
     """Validation inside training: the same fixed windows every time."""
 
     eval_tokens: int = 1_048_576
+    sample_prompts: str | None = None  # file of prompts for sample_steps, one a line; None: the bundled one
 
 
 @dataclass

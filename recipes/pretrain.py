@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     config = load_config(known.config, overrides)  # before the heavy imports: a typo is told at once
 
     from hf_tinylm.data.pack import open_pack, special_ids
+    from hf_tinylm.evaluation.prompts import SampleTexts, read_prompts
     from hf_tinylm.export.card import CardFacts, write_card
     from hf_tinylm.export.hf import add_gguf, check_engines
     from hf_tinylm.export.hub import destination_of, push_run
@@ -67,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         export_bytes=export_bytes(model.config.shape, config.export.gguf),
         began=process_start(),
     )
+    if (every := config.training.sample_steps) is not None:
+        trainer.add_callback(SampleTexts(trainer, every, read_prompts(config.evaluation.sample_prompts)))
     if config.training.preflight:
         check_before_training(trainer, pack, config)
     trainer.train()

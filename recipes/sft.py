@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from hf_tinylm.data.conversations import open_conversations
     from hf_tinylm.data.pack import special_ids
+    from hf_tinylm.evaluation.prompts import SampleTexts, read_prompts
     from hf_tinylm.export.card import CardFacts, write_card
     from hf_tinylm.export.hf import add_gguf, check_engines, find_tokenizer
     from hf_tinylm.export.hub import destination_of, push_run
@@ -67,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         export_bytes=export_bytes(model.config.shape, config.export.gguf),
         began=process_start(),
     )
+    if (every := config.training.sample_steps) is not None:
+        trainer.add_callback(SampleTexts(trainer, every, read_prompts(config.evaluation.sample_prompts), chat=True))
     if trainer.is_world_process_zero():
         print("\n".join(chats.lines()), flush=True)
     trainer.train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,44 @@ def test_sample_is_greedy_at_temperature_zero_and_reads_checkpoints(
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[0].startswith("Emma")
+
+
+def test_sample_shows_checkpoints_side_by_side_on_a_file_of_prompts(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Emma was\nIt is\n")
+    models = [str(trained / "checkpoint-00000002"), str(trained / "final")]
+    command = ["sample", *models, "--prompts", str(prompts), "--max_new_tokens", "6", "--top_k", "5", "--min_p", "0.01"]
+    assert main([*command, "--repetition_penalty", "1.2", "--stop", "~", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["models"] == models
+    assert [row["prompt"] for row in report["samples"]] == ["Emma was", "It is"]
+    assert report["settings"]["top_k"] == 5
+    assert main([*command, "--repetition_penalty", "1.2", "--stop", "~"]) == 0
+    shown = "\n\n".join(
+        f"=== {row['prompt']}\n"
+        + "\n".join(f"--- {m}\n{row['prompt']}{t}" for m, t in zip(models, row["texts"], strict=True))
+        for row in report["samples"]
+    )
+    assert capsys.readouterr().out == shown + "\n"
+    assert main([*command, "--prompt", "x"]) == 2
+    assert main(["sample", models[0], "--top_k", "-3"]) == 2
+    assert "top_k=-3" in capsys.readouterr().err
+
+
+def test_curves_count_the_tokens_and_flops_of_the_runs_own_rows(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoint-*", "*.gguf", "final"))
+    assert main(["eval", "--curves", str(trained), str(tmp_path / "copy"), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["curves"]
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    updates = [row for row in rows if "loss" in row]
+    per_token = sum(row["flops_per_second"] / row["tokens_per_second"] for row in updates) / len(updates)
+    assert first["flops"] == pytest.approx(per_token * updates[-1]["supervised_tokens"], rel=1e-3)
+    assert first["validation"] == next(row["eval_loss"] for row in reversed(rows) if "eval_loss" in row)
+    assert second["reached"]["tokens"] == second["reached"]["baseline_tokens"] == updates[-1]["supervised_tokens"]
 
 
 def test_export_of_a_checkpoint_equals_the_final_folder(

@@ -17,7 +17,7 @@ def register(commands: Any) -> None:
         commands,
         "eval",
         evaluate_model,
-        "score a model on a suite, on raw text, or on the validation text of a config's pack, or compare two",
+        "score a model on a suite, on raw text, or on the validation text of a config's pack; compare models or runs",
         "hf-tinylm eval runs/demo/pretrain/final --suite hellaswag",
     )
     evaluate.add_argument("model", nargs="?", help="a final folder, a checkpoint, a name on the Hub, or a .gguf file")
@@ -29,7 +29,11 @@ def register(commands: Any) -> None:
     evaluate.add_argument("--window", type=int, help="tokens read at once, with --text (default: the model's context)")
     evaluate.add_argument("--stride", type=int, help="tokens from one window to the next (default: the window)")
     evaluate.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two saved SUITE.json, or two models")
-    evaluate.add_argument("--metric", help="compare this one only")
+    evaluate.add_argument("--metric", help="compare this one only; with --curves: loss (default) or bits_per_byte")
+    evaluate.add_argument("--curves", nargs="+", metavar="RUN", help="folders of runs, the first is the baseline")
+    evaluate.add_argument("--published", metavar="FILE.csv", help="a curve beside --curves: tokens,validation")
+    evaluate.add_argument("--over", choices=("tokens", "flops", "hours"), help="one axis of --plot (default: all)")
+    evaluate.add_argument("--plot", metavar="FILE.png", help="draw --curves on the same axes")
     evaluate.add_argument("--seed", type=int, default=0, help="of the bootstrap (default 0)")
     evaluate.add_argument("--limit", type=int, help="only the first N items of the suite")
     evaluate.add_argument("--batch_size", type=int, default=8, help="texts computed together (default 8)")
@@ -43,23 +47,31 @@ def register(commands: Any) -> None:
         commands,
         "sample",
         sample_text,
-        "continue a prompt",
+        "continue a prompt, or a file of prompts with several models side by side",
         'hf-tinylm sample runs/demo/pretrain/final --prompt "Emma was" --temperature 0',
     )
-    sample.add_argument("model", help="a final folder, a checkpoint of a run, or a llama/qwen3 folder")
-    sample.add_argument("--prompt", default="", help="text to continue (default: begin a document)")
+    sample.add_argument("model", nargs="+", help="a final folder, a checkpoint of a run, or a llama/qwen3 folder")
+    sample.add_argument("--prompt", help="text to continue (default: begin a document)")
+    sample.add_argument("--prompts", nargs="?", const="", metavar="FILE", help="a prompt a line (default: bundled)")
     sample.add_argument("--max_new_tokens", type=int, default=128)
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token (default 0.8)")
-    sample.add_argument("--top_p", type=float, default=0.9)
+    sample.add_argument("--top_p", type=float, default=0.9, help="from the likeliest of this probability (default 0.9)")
+    sample.add_argument("--top_k", type=int, default=0, help="from so many likeliest tokens (default 0: all)")
+    sample.add_argument(
+        "--min_p", type=float, default=0.0, help="from tokens this likely beside the likeliest (0: all)"
+    )
+    sample.add_argument("--repetition_penalty", type=float, default=1.0, help="weakens tokens seen before (default 1)")
+    sample.add_argument("--stop", nargs="+", default=[], metavar="TEXT", help="end before the first of these texts")
     sample.add_argument("--seed", type=int, default=42)
     sample.add_argument("--tokenizer", help="needed when neither the model nor its run names one")
+    takes_json(sample)
 
 
 def evaluate_model(options: argparse.Namespace) -> None:
     """Print what a model scores, write it down, and put it into the model's card."""
     _check_options(options)
-    if options.compare:
-        _compare(options)
+    if options.compare or options.curves:
+        (_compare if options.compare else _curves)(options)
         return
     report, records = _scored(options, options.model)
     if int(os.environ.get("RANK", "0")):
@@ -83,9 +95,15 @@ def _check_options(options: argparse.Namespace) -> None:
     """Refuse what contradicts itself before anything is loaded."""
     saved = options.compare and all(name.endswith(".json") for name in options.compare)
     asked = [name for name in ("suite", "text") if getattr(options, name)]
-    if bool(options.model) == bool(options.compare):
-        raise ConfigError("Give one model, or two things to compare: hf-tinylm eval MODEL, or --compare A B.")
-    if len(asked) > 1 or not (asked or options.config or saved):
+    if sum(map(bool, (options.model, options.compare, options.curves))) != 1:
+        raise ConfigError(
+            "Give one model, or two things to compare: hf-tinylm eval MODEL, --compare A B, or --curves RUN RUN."
+        )
+    if not options.curves and (options.published or options.over or options.plot):
+        raise ConfigError("--published, --over and --plot are for the curves of runs: --curves RUN RUN.")
+    if options.curves and (asked or options.config):
+        raise ConfigError("--curves reads what runs have recorded. Leave out --suite, --text and --config.")
+    if len(asked) > 1 or not (asked or options.config or saved or options.curves):
         raise ConfigError("Say what to score: --suite NAME, --text FILE, or --config NAME for its validation text.")
     if options.batch_size < 1 or (options.limit is not None and options.limit < 1):
         raise ConfigError("--batch_size and --limit must be 1 or more.")
@@ -169,20 +187,65 @@ def _compare(options: argparse.Namespace) -> None:
     print_result(options, found, lambda: _comparison_lines(found))
 
 
+def _curves(options: argparse.Namespace) -> None:
+    """Print where runs ended and when they reach the first one's last loss; draw them on the same axes."""
+    from ..evaluation.curves import UNITS, check_curves, curve_lines, curve_report, load_published, load_run
+    from ..training.curves import AXES, draw_losses
+
+    metric = options.metric or "loss"
+    if metric not in UNITS:
+        raise ConfigError(f"--metric {metric} has no curve; {' and '.join(UNITS)} have one.")
+    folders = [Path(name) for name in options.curves]
+    if len(folders) + bool(options.published) < 2 or len(set(folders)) < len(folders):
+        raise ConfigError("--curves needs two different runs, or one and --published FILE.csv.")
+    runs = [load_run(folder, metric) for folder in folders]
+    runs += [load_published(Path(options.published), metric)] if options.published else []
+    over = (options.over,) if options.over else AXES[:1] if options.published else AXES  # tokens come first
+    report = curve_report(runs, metric, check_curves(runs, metric, over))
+    if options.plot:
+        draw_losses([run.curve for run in runs], Path(options.plot), over, UNITS[metric])
+    drawn = [f"curves: {options.plot}"] if options.plot else []
+    print_result(options, {**report, "picture": options.plot}, lambda: [*curve_lines(report), *drawn])
+
+
+_SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
+
+
 def sample_text(options: argparse.Namespace) -> None:
-    """Print the prompt and its continuation."""
-    from ..evaluation.sampling import sample
+    """Print prompts and their continuations: one alone as it is, several grouped by prompt."""
+    from ..evaluation.prompts import read_prompts
+    from ..evaluation.sampling import check_arguments, sample
     from ..export.hf import find_tokenizer
     from ..modeling.factory import load_model
     from ..tokenization.load import load_tokenizer
 
-    source = Path(options.model)
-    model = load_model(source)
-    tokenizer = load_tokenizer(options.tokenizer or find_tokenizer(source))
-    text = sample(
-        model, tokenizer, options.prompt, options.max_new_tokens, options.temperature, options.top_p, options.seed
-    )
-    print(options.prompt + text)
+    if options.prompt is not None and options.prompts is not None:
+        raise ConfigError("--prompt and --prompts were both given. Leave out one of them.")
+    settings = {name: getattr(options, name) for name in _SAMPLING}
+    check_arguments(**{name: value for name, value in settings.items() if name != "seed"})
+    prompts = [options.prompt or ""] if options.prompts is None else read_prompts(options.prompts or None)
+    texts = []  # of each model, one a prompt
+    for name in options.model:
+        source = Path(name)
+        model, tokenizer = load_model(source), load_tokenizer(options.tokenizer or find_tokenizer(source))
+        texts.append([sample(model, tokenizer, prompt, **settings) for prompt in prompts])
+    samples = [
+        {"prompt": prompt, "texts": list(of)} for prompt, of in zip(prompts, zip(*texts, strict=True), strict=True)
+    ]
+    report = {"models": options.model, "settings": settings, "samples": samples}
+    print_result(options, report, lambda: _sample_lines(report))
+
+
+def _sample_lines(report: dict[str, Any]) -> list[str]:
+    if len(report["models"]) == 1 and len(report["samples"]) == 1:
+        return [row["prompt"] + row["texts"][0] for row in report["samples"]]
+    lines = []
+    for row in report["samples"]:
+        lines.append(f"=== {row['prompt']}")
+        for name, text in zip(report["models"], row["texts"], strict=True):
+            lines += [f"--- {name}", row["prompt"] + text]
+        lines.append("")
+    return lines[:-1]
 
 
 def _lines(report: dict[str, Any]) -> list[str]:

@@ -48,7 +48,7 @@ class TransformersChat:
         self.model, self.tokenizer = model, tokenizer
         self.context = int(model.config.max_position_embeddings)
         self._renderer = ChatRenderer(tokenizer)
-        self._ends = end_ids(tokenizer)
+        self.end_ids = end_ids(tokenizer)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """As `ChatEngine` says."""
@@ -66,10 +66,10 @@ class TransformersChat:
         """As `ChatEngine` says."""
         streamer = None if emit is None else _Pieces(self.tokenizer, emit)
         found = sample_ids(
-            self.model, self.tokenizer, ids, max_new_tokens, temperature, top_p, seed, self._ends, streamer
+            self.model, self.tokenizer, ids, max_new_tokens, temperature, top_p, seed, self.end_ids, streamer
         )
         text = self.tokenizer.decode(found, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text), bool(found) and found[-1] in self._ends
+        return str(text), bool(found) and found[-1] in self.end_ids
 
 
 class _Pieces(TextStreamer):

@@ -238,26 +238,7 @@ def _number(value: float | None) -> str:
 
 def plot_sweep(branches: Sequence[Branch], picture: Path) -> None:
     """All training losses against tokens on the same axes, validations as marks, as a PNG."""
-    import matplotlib
+    from ..training.curves import curve_of, draw_losses
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), dpi=120)
-    for branch in branches:
-        rows = read_rows(branch.folder / METRICS)
-        updates = [row for row in rows if "loss" in row]
-        tokens = {row["step"]: row["supervised_tokens"] for row in updates}
-        (line,) = axes.plot(
-            [row["supervised_tokens"] for row in updates], [row["loss"] for row in updates], label=branch.name, lw=1
-        )
-        marks = [(tokens[row["step"]], row["eval_loss"]) for row in rows if "eval_loss" in row]
-        if marks:
-            axes.plot(*zip(*marks, strict=True), "o", color=line.get_color(), ms=5)
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("loss, nats per token (dots: validation)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(picture)
-    pyplot.close(figure)
+    curves = [curve_of(branch.name, read_rows(branch.folder / METRICS)) for branch in branches]
+    draw_losses(curves, picture)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -165,3 +169,98 @@ def test_a_tokenizer_without_a_separator_starts_from_its_end_token(byte_tokenize
 def test_an_argument_out_of_range_is_named(padded_model, byte_tokenizer, arguments: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(arguments))):
         sample_ids(padded_model, byte_tokenizer, "ab", **{"max_new_tokens": 4, **arguments})
+
+
+# Probabilities of the ids 10 to 14, whatever the prompt; every other id is practically impossible.
+SHARES = (0.5, 0.25, 0.15, 0.07, 0.03)
+
+
+@pytest.fixture
+def fixed_model(padded_model: LlamaForCausalLM) -> Callable[[Sequence[float]], LlamaForCausalLM]:
+    """A function that makes a model whose logits are always those given for the ids from 10 on, -30 elsewhere."""
+
+    def make(logits: Sequence[float]) -> LlamaForCausalLM:
+        with torch.no_grad():
+            padded_model.lm_head.weight.zero_()
+            padded_model.lm_head.bias.fill_(-30.0)
+            padded_model.lm_head.bias[10 : 10 + len(logits)] = torch.tensor(list(logits))
+        return padded_model
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("rules", "remaining"),
+    [
+        ({}, {10, 11, 12, 13, 14}),
+        ({"top_k": 2}, {10, 11}),
+        ({"top_k": 4}, {10, 11, 12, 13}),
+        ({"top_p": 0.8}, {10, 11, 12}),  # 0.5 + 0.25 are not 0.8 yet
+        ({"top_p": 0.74}, {10, 11}),
+        ({"min_p": 0.1}, {10, 11, 12, 13}),  # at least 0.1 x 0.5
+        ({"min_p": 0.2}, {10, 11, 12}),
+        ({"min_p": 1.0}, {10}),
+        ({"temperature": 0.5, "top_p": 0.85}, {10, 11}),  # squares: 0.734, 0.183, 0.066, ...
+        ({"top_k": 3, "top_p": 0.8}, {10, 11}),  # 0.556, 0.278, 0.167 among the three
+        ({"temperature": 0, "top_k": 3, "min_p": 0.1}, {10}),
+    ],
+    ids=str,
+)
+def test_each_rule_leaves_exactly_the_ids_of_a_hand_computed_distribution(
+    fixed_model, byte_tokenizer, rules: dict[str, float], remaining: set[int]
+) -> None:
+    model = fixed_model([math.log(share) for share in SHARES])
+    settings: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, **rules}
+    drawn = {i for seed in range(6) for i in sample_ids(model, byte_tokenizer, [50], 23, seed=seed, **settings)}
+    assert drawn == remaining
+
+
+def test_what_remains_is_drawn_by_its_renormalised_probabilities(fixed_model, byte_tokenizer) -> None:
+    model = fixed_model([math.log(share) for share in SHARES])
+    settings: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 2}
+    drawn = [i for seed in range(10) for i in sample_ids(model, byte_tokenizer, [50], 23, seed=seed, **settings)]
+    assert abs(drawn.count(10) / len(drawn) - 2 / 3) < 4 * (2 / 9 / len(drawn)) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("logits", "prompt", "expected"),
+    [
+        ([2.0, 1.9, 1.2], [50], [10, 11, 10, 10]),  # 2 / 1.5 = 1.33, 1.9 / 1.5 = 1.27
+        ([2.0, 1.9, 1.4], [50], [10, 11, 12, 10]),
+        ([-1.0, -1.2], [50], [10, 11, 10, 10]),  # -1 x 1.5 = -1.5, -1.2 x 1.5 = -1.8
+        ([2.0, 1.9, 1.2], [10], [11, 10, 10, 10]),  # the prompt counts
+    ],
+)
+def test_the_repetition_penalty_divides_positive_logits_and_multiplies_negative_ones(
+    fixed_model, byte_tokenizer, logits: list[float], prompt: list[int], expected: list[int]
+) -> None:
+    model = fixed_model(logits)
+    assert sample_ids(model, byte_tokenizer, prompt, 4, temperature=0, repetition_penalty=1.5) == expected
+    assert sample_ids(model, byte_tokenizer, prompt, 4, temperature=0) == [10] * 4
+
+
+def test_a_text_is_cut_exactly_before_the_first_stop_text(padded_model, byte_tokenizer) -> None:
+    whole = sample(padded_model, byte_tokenizer, "ab", 20)
+    first, second = whole[9:12], whole[5:7]
+    assert whole.find(second) < whole.find(first)
+    assert sample(padded_model, byte_tokenizer, "ab", 20, stop=[first]) == whole[: whole.find(first)]
+    assert sample(padded_model, byte_tokenizer, "ab", 20, stop=[first, second]) == whole[: whole.find(second)]
+    assert sample(padded_model, byte_tokenizer, "ab", 20, stop=["never written"]) == whole
+
+
+def test_drawing_ends_with_the_token_that_completes_a_stop_text_in_the_new_part(fixed_model, byte_tokenizer) -> None:
+    (b,) = prompt_ids(byte_tokenizer, "b")
+    model = fixed_model([])
+    with torch.no_grad():
+        model.lm_head.bias[b] = 30.0
+    assert sample_ids(model, byte_tokenizer, "a", 9, stop=["bbb"]) == [b] * 3
+    assert sample(model, byte_tokenizer, "a", 9, stop=["bbb"]) == ""
+    assert sample(model, byte_tokenizer, "a", 9, stop=["ab"]) == "b" * 9, "the a is in the prompt"
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"top_k": -1}, {"min_p": -0.1}, {"min_p": 1.5}, {"repetition_penalty": 0}, {"stop": [""]}], ids=str
+)
+def test_a_rule_out_of_range_is_named(padded_model, byte_tokenizer, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        sample_ids(padded_model, byte_tokenizer, "ab", 4, **arguments)

@@ -1,0 +1,101 @@
+"""What the rows of a run say over tokens, FLOPs and hours, and several runs on the same axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ..files import atomic_file
+
+Axis = Literal["tokens", "flops", "hours"]
+AXES: tuple[Axis, ...] = ("tokens", "flops", "hours")
+_LABELS = {"tokens": "tokens", "flops": "FLOPs", "hours": "hours"}
+_MOST_POINTS = 2_000  # of a drawn line
+
+
+@dataclass(frozen=True)
+class Points:
+    """Values at the axes of a run, float64 (n,) each; NaN where the axis is not known."""
+
+    tokens: np.ndarray
+    flops: np.ndarray
+    hours: np.ndarray
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def over(self, axis: Axis) -> np.ndarray:
+        """(n,) of that axis."""
+        found: np.ndarray = getattr(self, axis)
+        return found
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Training (a point an update) and validation (a point an evaluation) of one run, by their values."""
+
+    name: str
+    training: Points
+    validation: Points
+
+
+def curve_of(name: str, rows: Sequence[dict[str, Any]], flops_per_token: float = 0.0, metric: str = "loss") -> Curve:
+    """The curves that the rows of a metrics.jsonl hold.
+
+    Args:
+        flops_per_token: of training; FLOPs count the updates that the run consists of, not those thrown away.
+        metric: `loss` in nats per token, or `bits_per_byte`, which is measured in validation only.
+    """
+    updates = [row for row in rows if row.get("loss") is not None]
+    of_step = {row["step"]: row for row in updates}
+    key = "eval_loss" if metric == "loss" else metric
+    scored = [row for row in rows if row.get(key) is not None and row["step"] in of_step]
+    trained = updates if metric == "loss" else []
+    return Curve(
+        name,
+        _points(trained, [row["loss"] for row in trained], flops_per_token),
+        _points([of_step[row["step"]] for row in scored], [row[key] for row in scored], flops_per_token),
+    )
+
+
+def _points(updates: Sequence[dict[str, Any]], values: Sequence[float], flops_per_token: float) -> Points:
+    tokens = np.array([row["supervised_tokens"] for row in updates], dtype=np.float64)
+    hours = np.array([row["wall_seconds"] for row in updates], dtype=np.float64) / 3600
+    return Points(tokens, tokens * flops_per_token, hours, np.array(values, dtype=np.float64))
+
+
+def draw_losses(
+    curves: Sequence[Curve], picture: Path, over: Sequence[Axis] = ("tokens",), unit: str = "loss, nats per token"
+) -> None:
+    """Write a PNG: a panel for each axis; training as lines, validation as marked ones, the later curve on top.
+
+    A line of more than 2,000 points is drawn from evenly chosen ones.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9 if len(over) == 1 else 6 * len(over), 5.5), dpi=120, layout="constrained")
+    panels = figure.subplots(1, len(over), squeeze=False)[0]
+    for axes, axis in zip(panels, over, strict=True):
+        for number, curve in enumerate(curves):
+            style = {"color": f"C{number % 10}", "zorder": 2 + number}
+            label = {"label": curve.name}
+            if len(curve.training):
+                every = -(-len(curve.training) // _MOST_POINTS)
+                x, y = curve.training.over(axis)[::every], curve.training.values[::every]
+                axes.plot(x, y, lw=0.8, alpha=0.6, **label, **style)
+                label = {}
+            if len(curve.validation):
+                axes.plot(curve.validation.over(axis), curve.validation.values, "o-", lw=1, ms=4, **label, **style)
+        axes.set_xlabel(_LABELS[axis])
+        axes.set_ylabel(f"{unit} (dots: validation)")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    with atomic_file(picture) as temporary:
+        FigureCanvasAgg(figure)
+        figure.savefig(temporary, format="png", metadata={"Software": None})
