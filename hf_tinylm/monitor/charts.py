@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from .follow import column
-
 MOST_POINTS = 800  # of one line
 # Of the page's dark and light grounds each has a contrast of 3 or more (Okabe and Ito's colours, two darkened).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d00", "#56a0d3")
@@ -41,9 +39,8 @@ class Chart:
     limit: tuple[float, str] | None = None
 
 
-def points(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
-    """The finite values of a key over the tokens of their rows, thinned."""
-    xs, ys = column(rows, "supervised_tokens"), column(rows, key)
+def points(xs: np.ndarray, ys: np.ndarray) -> tuple[list[float], list[float]]:
+    """Where both are known, thinned."""
     known = ~(np.isnan(xs) | np.isnan(ys))
     xs, ys = thin(xs[known], ys[known])
     return xs.tolist(), ys.tolist()
@@ -68,10 +65,12 @@ def draw(chart: Chart) -> str | None:
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, NullFormatter
 
     # The salt makes identifiers of several pictures in one page differ; text stays text.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"chart {next(_SALT)}"}):
-        figure = Figure(figsize=(6, 3.2), layout="tight")
+        figure = Figure(figsize=(6, 3.2))
+        figure.subplots_adjust(left=0.12, right=0.98, top=0.9, bottom=0.16)  # a layout engine takes most of the time
         FigureCanvasSVG(figure)
         axes = figure.subplots()
         for line in drawn:
@@ -81,8 +80,13 @@ def draw(chart: Chart) -> str | None:
             axes.axhline(chart.limit[0], linestyle="--", linewidth=1, color=COLOURS[1], label=chart.limit[1])
         if chart.log and all(y > 0 for line in drawn for y in line.ys):
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        elif max(abs(y) for line in drawn for y in line.ys) >= 1e4:
+            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_title(chart.title, fontsize=11)
         axes.set_xlabel("tokens", fontsize=9)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.tick_params(labelsize=9)
         axes.grid(alpha=0.25)
         if len(drawn) > 1 or chart.limit is not None:

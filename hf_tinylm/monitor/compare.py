@@ -46,13 +46,17 @@ def comparison_page(runs: Sequence[Run]) -> str:
 
 def _pictures(named: Sequence[tuple[str, Run]]) -> Html:
     charts = [
-        Chart(title, [Line(a, *points(run.updates, key), colour=i) for i, (a, run) in enumerate(named)], log=log)
+        Chart(title, [_line(a, run, key, colour=i) for i, (a, run) in enumerate(named)], log=log)
         for key, title, log in _CURVES
     ]
     scored = [validation(run, letter, colour=i) for i, (letter, run) in enumerate(named)]
     charts.insert(1, Chart("validation loss, nats per token", scored))
     drawn = [Html(picture) for chart in charts if (picture := draw(chart))]
     return element("div", *drawn, name="charts") if drawn else missing("There are no two updates to draw.")
+
+
+def _line(letter: str, run: Run, key: str, colour: int) -> Line:
+    return Line(letter, *points(column(run.updates, "supervised_tokens"), column(run.updates, key)), colour=colour)
 
 
 def _last_values(runs: Sequence[Run]) -> list[tuple[Any, ...]]:

@@ -62,8 +62,8 @@ def missing(words: str) -> Html:
 
 
 def page(title: str, *inside: Any) -> str:
-    """A whole page that needs nothing but itself."""
-    return (
+    """A whole page that needs nothing but itself. A lone surrogate, which JSON may hold and UTF-8 not, is a `?`."""
+    whole = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
@@ -71,3 +71,4 @@ def page(title: str, *inside: Any) -> str:
         + "\n".join(map(text, (element("h1", title), *inside)))
         + "\n</body></html>\n"
     )
+    return whole.encode("utf-8", "replace").decode("utf-8")

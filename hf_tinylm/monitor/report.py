@@ -58,31 +58,38 @@ def _curves(run: Run) -> Html:
     drawn = [picture for chart in run_charts(run) if (picture := draw(chart))]
     if not drawn:
         return section("Curves", missing("There are no two updates to draw."))
-    clipped = [row.get("clipped") for row in run.updates if isinstance(row.get("clipped"), bool)]
-    words = f"{100 * sum(clipped) / len(clipped):.1f}% of the updates were clipped." if clipped else ""
+    known = [row["clipped"] for row in run.updates if isinstance(row.get("clipped"), bool)]
+    words = f"{100 * sum(known) / len(known):.1f}% of the updates were clipped." if known else ""
     return section("Curves", element("div", *(Html(picture) for picture in drawn), name="charts"), missing(words))
 
 
 def run_charts(run: Run) -> list[Chart]:
     """Loss with validation, rate, gradient norm with its limit, and tokens per second, over tokens."""
     rows = run.updates
+    tokens = column(rows, "supervised_tokens")
     limit = number(run.fact("identity", "training"), "max_grad_norm")
-    norm = Chart("gradient norm before clipping", [Line("norm", *points(rows, "grad_norm"))], log=True)
+
+    def line(label: str, key: str) -> Line:
+        return Line(label, *points(tokens, column(rows, key)))
+
+    norm = Chart("gradient norm before clipping", [line("norm", "grad_norm")], log=True)
     norm.limit = (limit, f"clipped above {limit:g}") if limit and norm.lines[0].ys else None
     return [
-        Chart("loss, nats per token", [Line("training", *points(rows, "loss")), validation(run)]),
-        Chart("learning rate", [Line("rate", *points(rows, "learning_rate"))]),
+        Chart("loss, nats per token", [line("training", "loss"), validation(run)]),
+        Chart("learning rate", [line("rate", "learning_rate")]),
         norm,
-        Chart("tokens per second while training", [Line("speed", *points(rows, "tokens_per_second"))]),
+        Chart("tokens per second while training", [line("speed", "tokens_per_second")]),
     ]
 
 
 def validation(run: Run, label: str = "validation", colour: int = 1) -> Line:
     """The validation losses at the tokens of their updates."""
-    wanted = {number(row, "step") for row in run.evaluations}
-    tokens = {row["step"]: row["supervised_tokens"] for row in run.updates if row.get("step") in wanted}
-    placed = [{**row, "supervised_tokens": tokens.get(number(row, "step"))} for row in run.evaluations]
-    return Line(label, *points(placed, "eval_loss"), dots=True, colour=colour)
+    steps, tokens, scored = column(run.updates, "step"), column(run.updates, "supervised_tokens"), run.evaluations
+    wanted = column(scored, "step")
+    known = np.isin(steps, wanted)
+    tokens_of = dict(zip(steps[known].tolist(), tokens[known].tolist(), strict=True))
+    places = np.array([tokens_of.get(step, np.nan) for step in wanted.tolist()], dtype=np.float64)
+    return Line(label, *points(places, column(scored, "eval_loss")), dots=True, colour=colour)
 
 
 def _evaluations(run: Run) -> Html:
@@ -155,7 +162,7 @@ def _clocks(run: Run) -> tuple[dict[str, Any], str]:
 
 
 def _checkpoints(run: Run) -> Html:
-    saved = {event.get("checkpoint"): event for event in run.events if event.get("event") == "saved"}
+    saved = {str(event.get("checkpoint")): event for event in run.events if event.get("event") == "saved"}
     rows = []
     for one in run.checkpoints():
         event = saved.get(one["name"], {})

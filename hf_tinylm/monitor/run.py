@@ -43,7 +43,13 @@ class Run:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read what was appended; whether rows were dropped, as a resume does."""
+        """Read what was appended; whether rows were dropped, as a resume does.
+
+        Raises:
+            ConfigError: the folder is gone.
+        """
+        if not self.folder.is_dir():
+            raise ConfigError(f"{self.folder} is gone: it was moved or removed while it was read. Give its new path.")
         self.missing: list[str] = []
         self.contract = self._json(RUN_FILE, "what the run is, its data and its environment are not known")
         self.done = self._json(DONE_FILE, None)
@@ -52,9 +58,9 @@ class Run:
             self.updates.clear()
             self.evaluations.clear()
         for row in rows:
-            if number(row, "eval_loss") is not None:
-                self.evaluations.append(row)
-            elif "loss" in row and number(row, "supervised_tokens") is not None:
+            if "eval_loss" in row:
+                self.evaluations += [row] if number(row, "eval_loss") is not None else []
+            elif "loss" in row and (type(row.get("supervised_tokens")) is int or number(row, "supervised_tokens")):
                 self.updates.append(row)
         events, renewed = self._events.poll()
         self.events = events if renewed else self.events + events
@@ -152,7 +158,7 @@ class Run:
         """`finished`, `stopped`, `running`, or `silent`: nothing was written for long, the process may be gone."""
         if self.done:
             return "finished"
-        last = next((e for e in reversed(self.events) if e.get("event") not in ("saved", "warned")), {})
+        last: dict[str, Any] = next((e for e in reversed(self.events) if e.get("event") not in ("saved", "warned")), {})
         if last.get("event") == "interrupted" or last.get("action") == "stopped":
             return "stopped"
         return "silent" if self.silent_seconds(now) > self._patience() else "running"
@@ -160,7 +166,7 @@ class Run:
     def silent_seconds(self, now: float | None = None) -> float:
         """Seconds since anything was written."""
         files = [self.folder / name for name in (RUN_FILE, METRICS, EVENTS)]
-        newest = max(file.stat().st_mtime for file in files if file.is_file())
+        newest = max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
         return max(0.0, (time.time() if now is None else now) - newest)
 
     def _patience(self) -> float:
@@ -169,7 +175,7 @@ class Run:
         return max(_SILENT_SECONDS, 10 * max(updates, default=0.0))
 
     def invocations(self) -> list[dict[str, Any]]:
-        """Each start of the run: `began`, `from_step`, `to_step`, `last_seen` (its last event) and `ended`, in words."""
+        """Each start of the run: `began`, `last_seen` (its last event), `from_step`, `to_step`, `ended` in words."""
         found: list[dict[str, Any]] = []
         for event in self.events:
             kind, when = event.get("event"), number(event, "time")
