@@ -52,6 +52,7 @@ class Run:
             raise ConfigError(f"{self.folder} is gone: it was moved or removed while it was read. Give its new path.")
         self.missing: list[str] = []
         self.contract = self._json(RUN_FILE, "what the run is, its data and its environment are not known")
+        self.finished = (self.folder / DONE_FILE).is_file()  # before the rows: after it none is written
         self.done = self._json(DONE_FILE, None)
         rows, replaced = self._metrics.poll()
         if replaced:
@@ -139,8 +140,13 @@ class Run:
         return None if price is None or wall is None else wall / 3600 * price
 
     def tokens_per_second(self) -> float | None:
-        """Over the last updates, with the saves and evaluations between them."""
-        rows = list(self.updates)[-RATE_ROWS:]
+        """Over the last updates of the last invocation, with the saves and evaluations between them.
+
+        The start-up of a resume lies between two updates as well, and does not come again with each of them.
+        """
+        starts = [number(event, "wall_seconds") for event in self.events if event.get("event") in STARTS]
+        since = starts[-1] or 0.0 if starts else 0.0
+        rows = [row for row in list(self.updates)[-RATE_ROWS:] if (number(row, "wall_seconds") or 0.0) >= since]
         if len(rows) < 2:
             return number(rows[0], "tokens_per_second") if rows else None
         tokens = (number(rows[-1], "supervised_tokens") or 0) - (number(rows[0], "supervised_tokens") or 0)
@@ -150,13 +156,13 @@ class Run:
     def seconds_left(self) -> float | None:
         """At the present rate; None when the rate or the budget is not known, 0 at the end."""
         rate = self.tokens_per_second()
-        if self.done or self.planned_tokens is None or not rate:
-            return 0.0 if self.done else None
+        if self.finished or self.planned_tokens is None or not rate:
+            return 0.0 if self.finished else None
         return max(0.0, self.planned_tokens - self.tokens) / rate
 
     def status(self, now: float | None = None) -> str:
         """`finished`, `stopped`, `running`, or `silent`: nothing was written for long, the process may be gone."""
-        if self.done:
+        if self.finished:
             return "finished"
         last: dict[str, Any] = next((e for e in reversed(self.events) if e.get("event") not in ("saved", "warned")), {})
         if last.get("event") == "interrupted" or last.get("action") == "stopped":

@@ -99,17 +99,18 @@ def follow(run: Run, say: Callable[[str], None], pause: Callable[[float], None] 
     for line in state_lines(state_of(run)):
         say(line)
     silent = run.status() == "silent"
-    while not run.done:
+    while not run.finished:
         pause(1.0)
         step, evaluations, events = run.step, len(run.evaluations), len(run.events)
-        if run.refresh():
+        resumed = run.refresh()
+        if resumed:
             say(f"the rows went back from update {step:,} to {run.step:,}: the run was resumed")
             evaluations = min(evaluations, len(run.evaluations))
         for event in run.events[events:] if events <= len(run.events) else run.events:
             say(printable(f"{clock(number(event, 'time'))}  {_at(event)}{in_words(event)}"))
         for row in run.evaluations[evaluations:]:
             say(f"validation    {_evaluation(row)}")
-        if run.step != step and run.updates:
+        if run.step != step and not resumed:
             say(f"{row_line(run.updates[-1])}  {_speed(state_of(run))}")
         if (run.status() == "silent") is not silent:
             silent = not silent

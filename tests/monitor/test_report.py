@@ -179,11 +179,12 @@ def test_two_hundred_thousand_updates_take_less_than_three_seconds(write_run: Ca
     )
     text = "".join(line % (step, 8_192 * step, 2 * step) for step in range(1, 200_001))
     (folder / "metrics.jsonl").write_text(text)
-    times = []
-    for _ in range(2):  # the second has matplotlib loaded; on a busy machine the faster one is the work
+    for _ in range(2):  # neighbours on the machine slow the processor down too: once more before it counts
         start = time.process_time()
         page = report_page(Run(folder))
-        times.append(time.process_time() - start)
+        seconds = time.process_time() - start
+        if seconds < 3:
+            break
     assert "200,000" in page
     assert len(page) < 500_000
-    assert min(times) < 3
+    assert seconds < 3
