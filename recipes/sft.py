@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     from hf_tinylm.export.card import CardFacts, write_card
     from hf_tinylm.export.hf import add_gguf, check_engines, find_tokenizer
     from hf_tinylm.export.hub import destination_of, push_run
-    from hf_tinylm.modeling.factory import find_model, untrained_like
+    from hf_tinylm.model_folder import find_model_folder
+    from hf_tinylm.modeling.factory import untrained_like
     from hf_tinylm.tokenization.chat import chat_tokenizer, end_ids
     from hf_tinylm.tokenization.load import vocabulary_size
     from hf_tinylm.training.arguments import training_arguments
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     run = Path(str(args.output_dir))
     name = config.training.run_name or run.resolve().name
     destination = destination_of(config.export, name) if args.process_index == 0 else None
-    base = find_model(config.training.init_from)
+    base = find_model_folder(config.training.init_from)
     args.init_from = str(base)
     tokenizer = chat_tokenizer(config.tokenizer.tokenizer_path or find_tokenizer(base))
     with args.main_process_first(local=True, desc="conversations"):  # the others read what it left in the cache

@@ -24,7 +24,7 @@ LAYERS = (
     ("data", "modeling"),
     ("tokenization",),
     ("contract", "config", "sections", "planning", "values", "gguf_plan"),
-    ("files", "locks", "errors"),
+    ("files", "locks", "model_folder", "errors"),
 )
 LEVEL_OF = {part: level for level, row in enumerate(LAYERS) for part in row}
 ONE_LAYER = {
@@ -39,6 +39,7 @@ ONE_LAYER = {
     "gguf_plan",
     "files",
     "locks",
+    "model_folder",
     "errors",
 }  # may import within
 LIGHT = (

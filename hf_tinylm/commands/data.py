@@ -126,11 +126,11 @@ def _inspect_conversations(options: argparse.Namespace) -> None:
     config = load_config(options.config, length)
     from ..data.inspect_chat import chat_inspection, chat_inspection_lines
     from ..export.hf import find_tokenizer
-    from ..modeling.factory import find_model
+    from ..model_folder import find_model_folder
     from ..tokenization.chat import chat_tokenizer
 
     path = options.tokenizer or config.tokenizer.tokenizer_path
-    tokenizer = chat_tokenizer(path or find_tokenizer(find_model(config.training.init_from)))
+    tokenizer = chat_tokenizer(path or find_tokenizer(find_model_folder(config.training.init_from)))
     found = chat_inspection(config, tokenizer, options.windows)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print_result(options, found, lambda: chat_inspection_lines(found, colour))

@@ -40,10 +40,11 @@ def open_engine(path: str, device: str, tokenizer_path: str | None) -> Iterator[
 
     from ..evaluation.chat import TransformersChat
     from ..export.hf import find_tokenizer
-    from ..modeling.factory import find_model, load_model
+    from ..model_folder import find_model_folder
+    from ..modeling.factory import load_model
     from ..tokenization.load import load_tokenizer
 
-    folder = find_model(path)
+    folder = find_model_folder(path)
     model = load_model(folder)
     model.to(chosen_device(device))  # type: ignore[arg-type]
     tokenizer = load_tokenizer(tokenizer_path or find_tokenizer(folder))

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import CheckpointError, ConfigError, TokenizerError
 from ..files import read_json, sha256_of_file, sha256_of_json
+from ..model_folder import find_model_folder
 from ..modeling.configuration import TinyLMConfig
 from ..modeling.factory import load_model
 from ..tokenization.encoder import FastEncoder
@@ -18,8 +19,6 @@ from ..tokenization.load import load_tokenizer, tokenizer_sha256, vocabulary_siz
 from ..tokenization.special import END_OF_TEXT
 from .likelihood import CausalLMEngine, Engine
 from .likelihood_gguf import LlamaCppEngine
-
-_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # of a repository: never pickles
 
 
 def resolve_model(name: str) -> Path:
@@ -29,19 +28,7 @@ def resolve_model(name: str) -> Path:
         ConfigError: there is neither.
     """
     path = Path(name).expanduser()
-    if path.suffix == ".gguf" or path.is_dir():
-        return path
-    if path.exists() or path.is_absolute() or name.startswith(".") or len(path.parts) > 2:
-        raise ConfigError(f"{name} is no model folder and no .gguf file. Give one, or the name of a model on the Hub.")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
-    except (OSError, ValueError) as error:  # the Hub's errors and its checks of names
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"{name} is no local folder, and the model of that name could not be fetched: {reason} Give a model folder."
-        ) from error
+    return path if path.suffix == ".gguf" else find_model_folder(name)
 
 
 def open_engine(

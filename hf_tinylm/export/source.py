@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..files import read_json
+from ..model_folder import find_model_folder
 from .weights import weight_files
 
 _COPIED_SUFFIXES = (".json", ".jinja", ".md", ".txt")
-_HUB_PATTERNS = ["*.json", "*.jinja", "*.safetensors", "*.md", "merges.txt", "LICENSE*"]
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,7 @@ def find_source(model: str) -> ModelSource:
     Raises:
         ConfigError: there is no such model.
     """
-    folder = Path(model)
-    if not folder.exists() and len(folder.parts) == 2 and not folder.is_absolute() and not model.startswith("."):
-        folder = _from_hub(model)
+    folder = find_model_folder(model)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{model} is not a model folder: it has no config.json. Give a run's final folder, a checkpoint, or the "
@@ -48,14 +46,3 @@ def copy_stock_folder(source: Path, target: Path) -> None:
         wanted = path.name in weights or path.suffix in _COPIED_SUFFIXES or path.name.startswith("LICENSE")
         if wanted and path.is_file() and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{name} is neither a folder here nor a model that the Hub gave: {reason}") from error

@@ -62,30 +62,6 @@ def untrained_like(
     return built
 
 
-def find_model(path: str | None) -> Path:
-    """The folder of a local model, or of one on the Hub, which is downloaded into the cache.
-
-    Raises:
-        ConfigError: there is neither.
-    """
-    if path is None:
-        raise ConfigError("init_from is missing. Give the model to start from: --init_from runs/NAME/final.")
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"]))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"{path} is no folder, and the Hub gave: {reason} Give the final folder of a run, or the name of a Llama "
-            f"model on the Hub."
-        ) from error
-
-
 def load_model(folder: Path, attn_implementation: str = "sdpa") -> TinyLMForCausalLM:
     """A `TinyLMForCausalLM` from a checkpoint of ours or from a stock `llama`/`qwen3` folder, in float32.
 

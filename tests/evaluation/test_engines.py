@@ -80,7 +80,7 @@ def test_what_is_no_model_says_so(folder: Path, tmp_path: Path) -> None:
     for name in (str(tmp_path / "file.txt"), "./missing", "/missing/folder", "a/b/c"):
         with pytest.raises(ConfigError, match=f"{name} is no model folder"):
             resolve_model(name)
-    with pytest.raises(ConfigError, match="nobody/nothing is no local folder, and the model of that name could not"):
+    with pytest.raises(ConfigError, match="nobody/nothing is neither a folder here nor a model that the Hub gave"):
         resolve_model("nobody/nothing")
     with pytest.raises(ConfigError, match=r"no config\.json"):
         load_causal_lm(tmp_path)
