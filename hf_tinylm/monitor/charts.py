@@ -65,7 +65,7 @@ def draw(chart: Chart) -> str | None:
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, NullFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     # The salt makes identifiers of several pictures in one page differ; text stays text.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"chart {next(_SALT)}"}):
@@ -78,11 +78,13 @@ def draw(chart: Chart) -> str | None:
             axes.plot(line.xs, line.ys, label=line.label, color=COLOURS[line.colour % len(COLOURS)], **style)
         if chart.limit is not None:
             axes.axhline(chart.limit[0], linestyle="--", linewidth=1, color=COLOURS[1], label=chart.limit[1])
-        if chart.log and all(y > 0 for line in drawn for y in line.ys):
+        values = [y for line in drawn for y in line.ys]
+        if chart.log and min(values) > 0:
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(values) < 100 * min(values) else (1,)))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter(NullFormatter())
-        elif max(abs(y) for line in drawn for y in line.ys) >= 1e4:
+        elif max(map(abs, values)) >= 1e4:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_title(chart.title, fontsize=11)
         axes.set_xlabel("tokens", fontsize=9)
