@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .commands import chat, data, evaluation, export, hub, planning, preflight
+from .commands import chat, data, evaluation, export, hub, monitor, planning, preflight
 from .commands.options import add_command
 from .errors import exit_with_error_line
 from .files import bundled
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(takes_overrides=True)
 
-    for module in (data, planning, preflight, evaluation, export, chat, hub):
+    for module in (data, planning, preflight, evaluation, export, chat, hub, monitor):
         module.register(commands)
 
     where = add_command(

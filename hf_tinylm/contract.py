@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from .files import read_json, write_json
 RUN_FILE = "run.json"
 DONE_FILE = "DONE.json"
 METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+MANIFEST = "manifest.json"  # of a checkpoint, written last: sizes and SHA-256 of its files
 SWEEP = "sweep"  # folder beside the run's own files; a run may start in a folder that holds it
 FORMAT_VERSION = 1
 _LONGEST_DIFF = 200_000  # characters
+_CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
 
 
@@ -58,6 +62,25 @@ def new_contract(
 def write_contract(output_dir: Path, contract: dict[str, Any]) -> None:
     """Write `run.json` atomically."""
     write_json(output_dir / RUN_FILE, contract)
+
+
+def list_checkpoints(output_dir: Path) -> list[Path]:
+    """Checkpoint folders of a run by their integer step, oldest first."""
+    if not output_dir.is_dir():
+        return []
+    return sorted((path for path in output_dir.iterdir() if path.is_dir() and is_checkpoint(path)), key=step_of)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is named as a checkpoint."""
+    return _CHECKPOINT.match(folder.name) is not None
+
+
+def step_of(folder: Path) -> int:
+    """The update that a checkpoint folder is named after."""
+    found = _CHECKPOINT.match(folder.name)
+    assert found, f"{folder} is not named as a checkpoint"
+    return int(found.group(1))
 
 
 def check_contract(output_dir: Path, contract: dict[str, Any]) -> list[str]:

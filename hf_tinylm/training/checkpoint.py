@@ -7,7 +7,6 @@ checkpoint-00000500/  config.json  model.safetensors  optimizer.safetensors  tra
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +16,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from ..contract import MANIFEST, is_checkpoint, list_checkpoints, step_of
 from ..errors import CheckpointError, DataError
 from ..files import TEMPORARY_PREFIX, atomic_folder, read_json, sha256_of_file, write_json
-
-MANIFEST = "manifest.json"
-_NAME = re.compile(r"^checkpoint-(\d+)$")
 
 
 @dataclass
@@ -39,20 +36,6 @@ class Snapshot:
 def checkpoint_folder(output_dir: Path, step: int) -> Path:
     """`OUT/checkpoint-00000500`."""
     return output_dir / f"checkpoint-{step:08d}"
-
-
-def list_checkpoints(output_dir: Path) -> list[Path]:
-    """Checkpoint folders of a run by their integer step, oldest first."""
-    if not output_dir.is_dir():
-        return []
-    return sorted((path for path in output_dir.iterdir() if path.is_dir() and _NAME.match(path.name)), key=step_of)
-
-
-def step_of(folder: Path) -> int:
-    """The update that a checkpoint folder is named after."""
-    found = _NAME.match(folder.name)
-    assert found, f"{folder} is not named as a checkpoint"
-    return int(found.group(1))
 
 
 def write_checkpoint(output_dir: Path, snapshot: Snapshot) -> Path:
@@ -89,7 +72,7 @@ def checkpoint_fault(folder: Path) -> str | None:
         expected = {str(name): (int(facts["bytes"]), str(facts["sha256"])) for name, facts in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {MANIFEST} is damaged ({error})"
-    if _NAME.match(folder.name) and step != step_of(folder):
+    if is_checkpoint(folder) and step != step_of(folder):
         return f"its {MANIFEST} is of update {step:,}"
     for name, (size, digest) in expected.items():
         fault = _file_fault(folder / name, size, digest)

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 
-from ..contract import METRICS
+from ..contract import EVENTS, METRICS
 from ..errors import TrainingError
 from ..files import read_rows, write_text
 from ..planning.devices import peak_of
 from .checkpoint import last_good
 
 __all__ = ["EVENTS", "METRICS", "Events", "JsonLines", "peak_flops", "read_rows"]
-
-EVENTS = "events.jsonl"
 
 
 def peak_flops() -> float | None:

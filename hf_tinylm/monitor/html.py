@@ -1,0 +1,74 @@
+"""Pieces of a page. Text is escaped unless a function of this module made it."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+STYLE = """
+:root { color-scheme: light dark; --text: #1b1f24; --soft: #57606a; --ground: #ffffff; --line: #d0d7de; --bad: #b3261e }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e6e8eb; --soft: #9aa4af; --ground: #14171b; --line: #343b44; --bad: #ff8a80 }
+}
+* { box-sizing: border-box }
+body { margin: 0 auto; max-width: 70rem; padding: 1rem; font: 16px/1.5 system-ui, sans-serif; color: var(--text);
+  background: var(--ground); overflow-wrap: anywhere }
+h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid var(--line) }
+.soft { color: var(--soft) } .bad { color: var(--bad) }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal }
+th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top }
+td { max-width: 40rem } .hash { font-family: ui-monospace, monospace; font-size: .8rem; overflow-wrap: anywhere }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem }
+.charts svg { width: 100%; height: auto } pre { overflow-x: auto; font-size: .8rem }
+"""
+
+
+class Html(str):
+    """Markup that is safe to put into a page as it stands."""
+
+
+def text(value: Any) -> Html:
+    """A value as escaped text; None is a dash, markup stays markup."""
+    if isinstance(value, Html):
+        return value
+    return Html(html.escape("-" if value is None else str(value)))
+
+
+def element(tag: str, *inside: Any, name: str = "") -> Html:
+    """`<tag class="name">inside</tag>`; what is inside is escaped unless it is markup."""
+    given = f' class="{html.escape(name)}"' if name else ""
+    return Html(f"<{tag}{given}>{''.join(map(text, inside))}</{tag}>")
+
+
+def table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> Html:
+    """A table that scrolls sideways where it is wider than the screen; without rows a word that there are none."""
+    body = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
+    if not body:
+        return element("p", "None.", name="soft")
+    top = [element("tr", *(element("th", cell) for cell in head))] if head else []
+    return element("div", element("table", *top, *body), name="wide")
+
+
+def section(title: str, *inside: Any) -> Html:
+    """A part of the page with its heading."""
+    return element("section", element("h2", title), *inside)
+
+
+def missing(words: str) -> Html:
+    """What is said where something is not there."""
+    return element("p", words, name="soft")
+
+
+def page(title: str, *inside: Any) -> str:
+    """A whole page that needs nothing but itself. A lone surrogate, which JSON may hold and UTF-8 not, is a `?`."""
+    whole = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"{element('title', title)}<style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join(map(text, (element("h1", title), *inside)))
+        + "\n</body></html>\n"
+    )
+    return whole.encode("utf-8", "replace").decode("utf-8")
