@@ -191,6 +191,7 @@ def test_a_size_that_is_none_is_refused_before_anything_is_written(size: str, ma
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_transformers_4_opens_model_and_tokenizer_with_equal_ids_and_logits(make_model: Make, tmp_path: Path) -> None:
     """Its last version is installed beside the torch of this environment, and comes first on its import path."""

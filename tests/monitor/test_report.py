@@ -171,6 +171,7 @@ def test_thinning_loses_neither_a_spike_nor_the_ends() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_hundred_thousand_updates_take_less_than_three_seconds(write_run: Callable[..., Path]) -> None:
     folder = write_run()
     line = (

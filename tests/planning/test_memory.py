@@ -113,6 +113,7 @@ SIZES = {
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("size", "precision"), [*itertools.product(SIZES, ("bf16", "fp32")), ("5M", "checkpointed")])
 def test_resident_memory_of_a_run_is_within_15_percent_of_the_estimate(size: str, precision: str) -> None:

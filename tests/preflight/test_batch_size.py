@@ -91,6 +91,7 @@ def test_the_command_measures_real_updates_and_writes_the_fastest(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_running_out_of_memory_in_a_try_is_a_result_and_another_failure_is_not(tiny_config: Path) -> None:
     """A process that may hold 2 GB of data trains the tiny model, and cannot make one of 4 GB."""

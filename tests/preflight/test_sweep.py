@@ -81,6 +81,7 @@ def test_the_verdict_names_the_lowest_and_says_that_one_seed_is_no_proof() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)  # six processes that import torch, on a busy machine
 def test_a_sweep_runs_goes_on_after_a_signal_and_records_a_failure(tiny_config: Path, tmp_path: Path) -> None:
     """Ended in its second branch, restarted: the first is not run again, the third fails, and the table has all."""

@@ -116,6 +116,7 @@ def test_flash_attention_is_given_the_documents_of_every_row(make_trainer: Make,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_update_has_the_loss_and_gradients_of_each_document_alone(make_trainer: Make) -> None:
     trainer = make_trainer(model={"num_hidden_layers": 1, "initializer_range": 0.3})
     trainer.model.forward = torch.compile(trainer.model.forward)
