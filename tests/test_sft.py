@@ -158,7 +158,7 @@ def test_masks_are_shown_in_colour_or_between_brackets(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--init_from", "missing/folder/somewhere"], "missing/folder/somewhere is no folder"),
+        (["--init_from", "missing/folder/somewhere"], "missing/folder/somewhere is no model folder"),
         (["--init_from", "null"], "init_from is missing"),
         (["--conversations", "[{name: a, path: missing.jsonl}]"], "missing.jsonl does not exist"),
         (["--conversations", "[]"], "data.conversations is empty"),
@@ -238,7 +238,7 @@ def test_smoltalk_and_the_base_model_come_from_the_hub_by_name(
     assert "base_model: lab/base" in (tmp_path / "run" / "final" / "README.md").read_text()
     refused = hub.run(RECIPE, "--config", str(settings), "--output_dir", str(tmp_path / "x"), "--init_from", "lab/none")
     assert refused.returncode == 2
-    assert "lab/none is no folder, and the Hub gave" in refused.stderr
+    assert "lab/none is neither a folder here nor a model that the Hub gave" in refused.stderr
 
 
 def test_the_first_update_has_the_loss_of_trls_trainer(

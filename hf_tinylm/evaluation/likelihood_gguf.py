@@ -37,10 +37,10 @@ class LlamaCppEngine:
     """
 
     def __init__(self, path: Path, process: tuple[int, int] = (0, 1), about: dict[str, Any] | None = None) -> None:
-        if importlib.util.find_spec("llama_cpp") is None:
-            raise MissingExtraError("llama-cpp-python", "quantize", "scoring a GGUF file")
         if not path.is_file():
             raise ConfigError(f"{path} does not exist. Give a GGUF file.")
+        if importlib.util.find_spec("llama_cpp") is None:
+            raise MissingExtraError("llama-cpp-python", "quantize", "scoring a GGUF file")
         self._api = api = _quiet_api()
         self.path, self.process, self.about = path, process, about or {}
         settings = api.llama_model_default_params()

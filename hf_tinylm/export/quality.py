@@ -209,7 +209,7 @@ def _at_few_positions(
     server: LlamaCppServer, model: Predictor, ids: list[int]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, list[int]]]:
     """The same for the last position of short rows spread over the text."""
-    width = min(_SERVER_ROW, model.context)
+    width = min(_SERVER_ROW, model.context - 1)  # the server keeps one place of the context for the sampled token
     starts = np.linspace(0, len(ids) - width - 1, min(_SERVER_POSITIONS, len(ids) - width)).astype(int)
     for start in starts.tolist():
         row = ids[start : start + width]
