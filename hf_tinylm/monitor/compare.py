@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from .charts import Chart, Line, draw, points
+from .charts import Chart, Line, points
+from .curves import drawn, validation
 from .events import duration
 from .follow import column, number
 from .html import Html, element, missing, page, section, table
-from .report import leaves, validation
+from .report import leaves
 from .run import Run
 
 _CURVES = (
@@ -51,8 +52,7 @@ def _pictures(named: Sequence[tuple[str, Run]]) -> Html:
     ]
     scored = [validation(run, letter, colour=i) for i, (letter, run) in enumerate(named)]
     charts.insert(1, Chart("validation loss, nats per token", scored))
-    drawn = [Html(picture) for chart in charts if (picture := draw(chart))]
-    return element("div", *drawn, name="charts") if drawn else missing("There are no two updates to draw.")
+    return drawn(charts)
 
 
 def _line(letter: str, run: Run, key: str, colour: int) -> Line:

@@ -21,7 +21,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-
 th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top }
 td { max-width: 40rem } .hash { font-family: ui-monospace, monospace; font-size: .8rem; overflow-wrap: anywhere }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem }
-.charts svg { width: 100%; height: auto } pre { overflow-x: auto; font-size: .8rem }
+.charts svg { width: 100%; height: auto } .sample { white-space: pre-wrap } pre { overflow-x: auto; font-size: .8rem }
 """
 
 
