@@ -64,8 +64,8 @@ def draw(chart: Chart) -> str | None:
 
     # The salt makes identifiers of several pictures in one page differ; text stays text.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"chart {next(_SALT)}"}):
-        figure = Figure(figsize=(6, 3.2))
-        figure.subplots_adjust(left=0.12, right=0.98, top=0.9, bottom=0.16)  # a layout engine takes most of the time
+        figure = Figure(figsize=(4.8, 2.9))
+        figure.subplots_adjust(left=0.14, right=0.97, top=0.9, bottom=0.17)  # a layout engine takes most of the time
         FigureCanvasSVG(figure)
         _draw_on(figure.subplots(), chart)
         return _inline(figure, chart.title)
@@ -117,7 +117,7 @@ def _draw_on(axes: Any, chart: Chart) -> None:
     axes.tick_params(labelsize=9)
     axes.grid(alpha=0.25)
     if len(chart.drawn) > 1 or chart.limit is not None:
-        axes.legend(fontsize=8, framealpha=0, labelcolor="black")
+        axes.legend(loc="upper right", fontsize=8, framealpha=0, labelcolor="black")
 
 
 def _inline(figure: Any, title: str) -> str:

@@ -40,19 +40,21 @@ def comparison_page(runs: Sequence[Run]) -> str:
         listed,
         *notes,
         section("Last values", table(("", *letters), _last_values(runs)), missing(caution)),
-        section("Curves", _pictures(named)),
+        section("Curves", drawn(comparison_charts(runs))),
         section("Differences", *_differences(runs, letters)),
     )
 
 
-def _pictures(named: Sequence[tuple[str, Run]]) -> Html:
+def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
+    """The curves of several runs on the same axes, each under its letter."""
+    named = list(zip(string.ascii_uppercase, runs, strict=False))
     charts = [
         Chart(title, [_line(a, run, key, colour=i) for i, (a, run) in enumerate(named)], log=log)
         for key, title, log in _CURVES
     ]
     scored = [validation(run, letter, colour=i) for i, (letter, run) in enumerate(named)]
     charts.insert(1, Chart("validation loss, nats per token", scored))
-    return drawn(charts)
+    return charts
 
 
 def _line(letter: str, run: Run, key: str, colour: int) -> Line:

@@ -37,7 +37,9 @@ def evaluations(run: Run) -> Html:
     if last:
         bits = number(last, "bits_per_byte")
         words = f"Last validation: {number(last, 'eval_loss'):.4f} nats per token at update {whole(last.get('step'))}"
-        words += f" over {whole(last.get('eval_tokens'))} tokens" + ("." if bits is None else f", {bits:.4f} bits/byte.")
+        words += f" over {whole(last.get('eval_tokens'))} tokens" + (
+            "." if bits is None else f", {bits:.4f} bits/byte."
+        )
     by_source = last.get("eval_loss_by_source")
     sources = table(("source", "validation loss"), by_source.items()) if isinstance(by_source, dict) else Html()
     told = table(head, rows) if rows else missing("eval/ holds no report: hf-tinylm eval writes them.")
@@ -55,7 +57,14 @@ def times(run: Run) -> Html:
     went = [(name, duration(number(seconds, name)), share(number(seconds, name), total)) for name in seconds]
     where = table(("", "time", "share"), went) if went else missing("No clocks are recorded.")
     starts = [
-        (i, clock(one["began"]), clock(one["last_seen"]), f"{one['from_step']:,}", f"{one['to_step']:,}", one["ended"])
+        (
+            i,
+            moment(one["began"]),
+            moment(one["last_seen"]),
+            f"{one['from_step']:,}",
+            f"{one['to_step']:,}",
+            one["ended"],
+        )
         for i, one in enumerate(run.invocations(), 1)
     ]
     rates = column(run.updates, "tokens_per_second")
@@ -118,7 +127,7 @@ def _told(events: Sequence[dict[str, Any]]) -> Html:
     rows = []
     for event in events:
         words = element("span", in_words(event), name="bad" if event.get("event") in TROUBLE else "")
-        rows.append((clock(number(event, "time")), whole(event.get("step")), words))
+        rows.append((moment(number(event, "time")), whole(event.get("step")), words))
     return table(("time", "update", "event"), rows)
 
 
@@ -154,6 +163,12 @@ def hardware(run: Run) -> Html:
     rows = [(key, value) for key, value in newest.items() if key not in ("time", "event", "step")]
     told = missing(f"Read {clock(number(newest, 'time'))}.")
     return section("Hardware", told, table((), rows)) if rows else Html()
+
+
+def moment(seconds: float | None) -> Html:
+    """A date and a time of day, which a narrow screen shows in two lines, never in more."""
+    date, _, rest = clock(seconds).partition(" ")
+    return Html(element("span", date, name="when") + " " + element("span", rest, name="when"))
 
 
 def whole(value: Any) -> str | None:

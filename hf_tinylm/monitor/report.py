@@ -43,7 +43,7 @@ def write_report(folder: Path) -> None:
 
 def _subtitle(run: Run) -> Html:
     note, expect = run.fact("facts", "note"), run.fact("facts", "expect")
-    lines = [f"{run.folder.resolve()}, read {clock(time.time())}"]
+    lines = [*run.origin(), f"read {clock(time.time())}"]
     lines += [f"note: {note}"] if note else []
     lines += [f"expected: {expect}"] if expect else []
     return Html("".join(element("p", line, name="soft") for line in lines))

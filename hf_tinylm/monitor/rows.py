@@ -87,9 +87,7 @@ def _joined(values: Any, kind: Any, missing: float) -> np.ndarray:
 def _by_json(block: bytes) -> Block:
     rows, damaged = parse(block)
     scored = [row for row in rows if number(row, "eval_loss") is not None]
-    updates = [
-        row for row in rows if number(row, "eval_loss") is None and number(row, "supervised_tokens") is not None
-    ]
+    updates = [row for row in rows if number(row, "eval_loss") is None and number(row, "supervised_tokens") is not None]
     numbers, flags = {}, {}
     for key in {key for row in updates for key in row}:
         numbers[key] = column(updates, key)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..contract import DONE_FILE, EVENTS, MANIFEST, METRICS, RUN_FILE, list_checkpoints, step_of
+from ..contract import DONE_FILE, EVENTS, MANIFEST, METRICS, MIRROR, RUN_FILE, list_checkpoints, step_of
 from ..errors import ConfigError
 from ..files import read_json
-from .events import STARTS
+from .events import STARTS, clock
 from .follow import Follower, column, number
 from .rows import Updates, read_block
 
@@ -54,6 +54,7 @@ class Run:
             raise ConfigError(f"{self.folder} is gone: it was moved or removed while it was read. Give its new path.")
         self.missing: list[str] = []
         self.contract = self._json(RUN_FILE, "what the run is, its data and its environment are not known")
+        self.mirror = self._json(MIRROR, None)
         self.finished = (self.folder / DONE_FILE).is_file()  # before the rows: after it none is written
         self.done = self._json(DONE_FILE, None)
         lines, replaced = self._metrics.read()
@@ -81,8 +82,8 @@ class Run:
         if len(back):
             before, after = steps[back[0]], steps[back[0] + 1]
             self.missing.append(
-                f"{METRICS} holds the rows of two runs: update {after:,.0f} comes after update {before:,.0f}. Curves and "
-                "clocks mix them; give each run an output_dir of its own."
+                f"{METRICS} holds the rows of two runs: update {after:,.0f} comes after update {before:,.0f}. Curves "
+                "and clocks mix them; give each run an output_dir of its own."
             )
 
     def _json(self, name: str, loss: str | None) -> dict[str, Any]:
@@ -97,6 +98,17 @@ class Run:
             self.missing.append(str(error))
             return {}
         return found if isinstance(found, dict) else {}
+
+    def origin(self) -> list[str]:
+        """Lines on where what is shown comes from: the folder, and of which run it is a mirror."""
+        if not self.mirror:
+            return [str(self.folder.resolve())]
+        original = str(self.mirror.get("run", "unknown"))
+        there = "is still there" if Path(original).is_dir() else "is gone, or on another machine"
+        return [
+            f"From the mirror {self.folder.resolve()} of the run {original}, which {there}; last copied "
+            f"{clock(number(self.mirror, 'time'))}. A mirror has no checkpoints and no eval reports."
+        ]
 
     # ---- what the run is ----------------------------------------------------------------------------------------
 
