@@ -122,6 +122,7 @@ class TrainingSection:
     """The run. `global_batch_tokens` is the source of truth for the batch; accumulation steps follow from it."""
 
     output_dir: str | None = None
+    mirror_dir: str | None = None  # folder on another disk that gets copies of the rows and events as they are written
     stage_dir: str | None = None  # local folder that shards and the first checkpoint are copied to, once per host
     train_tokens: int | Literal["epoch"] = "epoch"
     epochs: float = 1.0  # passes over the data when train_tokens is epoch

@@ -81,7 +81,7 @@ def main() -> int:
     training.train_tokens = 10**6 * training.global_batch_tokens  # the watch ends it
     training.output_dir, training.report_to, training.warmup_steps = request["output_dir"], [], 0
     training.eval_steps = training.save_steps = training.save_minutes = training.milestone_steps = None
-    training.init_from, training.init_optimizer = None, False
+    training.init_from, training.init_optimizer, training.mirror_dir = None, False, None
     training.stop_after_updates = training.max_hours = training.max_cost = training.resume_from_checkpoint = None
     try:
         found = measure(config, int(request["vocab_size"]), float(request["seconds"]))

@@ -128,6 +128,7 @@ class LMTrainingArguments(TrainingArguments):
     price_per_hour: float | None = None
     note: str | None = None
     expect: str | None = None
+    mirror_dir: str | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(TrainingArguments):
@@ -258,7 +259,7 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
 _SAME_NAME = (
     *("save_minutes", "save_total_limit", "save_best", "milestone_steps", "save_in_background", "init_from"),
     *("init_optimizer", "nonfinite", "nonfinite_limit", "stop_after_updates", "max_hours", "max_cost"),
-    *("price_per_hour", "note", "expect", "fp16", "epochs", "source_loss", "stage_dir"),
+    *("price_per_hour", "note", "expect", "fp16", "epochs", "source_loss", "stage_dir", "mirror_dir"),
 )
 
 

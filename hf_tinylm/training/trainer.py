@@ -102,6 +102,7 @@ class LMTrainer(Trainer):
             self.remove_callback(stock_progress)
         if not args.disable_tqdm:
             self.add_callback(ProgressBar())
+        self.expected_tokens_per_second: float | None = None  # as preflight measured it
         self.supervised_tokens = 0
         self.skipped_batches = 0  # batches of windows passed over because their loss was not finite
         self.evaluation_due = False  # the present update is still to be evaluated
