@@ -85,9 +85,10 @@ def table(found: dict[str, Any]) -> list[str]:
             f"floor {result['floor_tokens_per_second']:,} tokens/s, ours at {result['ours_over_floor']:.0%} of it"
         )
         lines.append(f"  {'':<24}{'tokens/s':>10}{'of peak':>9}{'memory':>10}{'first update, again':>22}{'ours is':>9}")
+        starts = {name: one["first_update_seconds"] for name, one in result["contenders"].items()}
         lines += [
             f"  {name:<24}{one['tokens_per_second']:>10,}{one['share_of_bf16_peak']:>9.0%}"
-            f"{one['peak_bytes'] / 1e9:>7.2f} GB{one['first_update_seconds'][0]:>13.1f} s{one['first_update_seconds'][-1]:>6.1f} s{one['ours_over_it']:>8.2f}x"
+            f"{one['peak_bytes'] / 1e9:>7.2f} GB{starts[name][0]:>13.1f} s{starts[name][-1]:>6.1f} s{one['ours_over_it']:>8.2f}x"
             for name, one in result["contenders"].items()
         ]
     return lines
