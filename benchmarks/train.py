@@ -88,7 +88,8 @@ def table(found: dict[str, Any]) -> list[str]:
         starts = {name: one["first_update_seconds"] for name, one in result["contenders"].items()}
         lines += [
             f"  {name:<24}{one['tokens_per_second']:>10,}{one['share_of_bf16_peak']:>9.0%}"
-            f"{one['peak_bytes'] / 1e9:>7.2f} GB{starts[name][0]:>13.1f} s{starts[name][-1]:>6.1f} s{one['ours_over_it']:>8.2f}x"
+            f"{one['peak_bytes'] / 1e9:>7.2f} GB{starts[name][0]:>13.1f} s{starts[name][-1]:>6.1f} s"
+            f"{one['ours_over_it']:>8.2f}x"
             for name, one in result["contenders"].items()
         ]
     return lines
