@@ -144,6 +144,7 @@ class TrainingSection:
     cpu_threads: int | None = None  # None: OMP_NUM_THREADS when above 1, else the cores over the processes of this host
     logging_steps: int = 1
     source_loss: bool = False  # the training loss of each source in metrics.jsonl; that of validation always is
+    noise_scale: bool = True  # measure how much of each update is signal: keys noise_scale ... of metrics.jsonl
     eval_steps: int | None = None
     sample_steps: int | None = None  # write what the model makes of a file of prompts into events.jsonl; None: never
     save_steps: int | None = None

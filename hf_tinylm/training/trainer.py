@@ -29,6 +29,7 @@ from .callbacks import ProgressBar
 from .clocks import budget_reached, synchronise
 from .interrupt import INTERRUPT
 from .metrics import peak_flops
+from .noise_scale import NoiseMeter
 from .nonfinite import describe_failure
 from .optimizer import adamw
 from .random_state import restore_random, undisturbed_random
@@ -197,12 +198,16 @@ class LMTrainer(Trainer):
         self.control.should_training_stop |= self.ended
         start, clocks = self.state.global_step, self.record.clocks
         norm, sources = self.args.max_grad_norm, len(self.sources)
-        updates = Update(self.accelerator, model, self.optimizer, norm, self.scaler, sources)
+        args, processes = self.args, self.accelerator.num_processes
+        betas = (args.adam_beta1, args.adam_beta2)
+        self.noise = NoiseMeter(self.optimizer, betas, processes, self.scaler, args.noise_scale)
+        updates = Update(self.accelerator, model, self.optimizer, norm, self.scaler, sources, self.noise.see_first)
         if self.accelerator.num_processes > 1:
             updates.warm_up(self.train_dataset.batch(np.arange(self.plan.per_device_train_batch_size)))
         set_seed(self.args.seed, device_specific=True)
         if resumed and self.random_state is not None:
             restore_random(self.random_state)
+        self.noise.continue_from(self.record.metrics.rows())
         clocks.startup_seconds += clocks.invocation_seconds
         self.last_save_time = time.monotonic()
         if self.evaluation_due:
@@ -227,6 +232,7 @@ class LMTrainer(Trainer):
         """Run the next update, record it, and evaluate, save and stop where that is due; its loss."""
         number = self.state.global_step
         self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+        self.noise.before_update(number)
         result = self._attempt(batches, updates, done_before)
         if not result.applied:
             self._pass_over(number, result, batches)
@@ -243,7 +249,7 @@ class LMTrainer(Trainer):
         if self.control.should_evaluate:
             self.control.should_evaluate = False
             eval_loss = self._evaluate_and_record()
-        stop, timed, failed = (bool(value) for value in result.requests)
+        stop, timed, failed = (bool(value) for value in result.requests[:3])
         stop = stop or self.evaluation_due  # an evaluation ends early only because of a signal
         if self.control.should_save or timed or last or stop or self.control.should_training_stop:
             self._save_update(eval_loss)
@@ -265,7 +271,7 @@ class LMTrainer(Trainer):
         """One update; with float16, tried again at a lower scale while its gradients overflow."""
         rate = self.schedule(self.state.global_step)
         for _ in range(OVERFLOW_LIMIT):
-            result = updates.run(batches, rate, lambda: self._requests(done_before + 1))
+            result = updates.run(batches, rate, lambda: (*self._requests(done_before + 1), *self.noise.own()))
             if not result.overflow:
                 break
             self.record.events.add("warned", self.state.global_step, reason="float16 overflow, scale lowered")
@@ -361,6 +367,7 @@ class LMTrainer(Trainer):
             "mfu": None if peak is None else flops * per_second / (peak * self.accelerator.num_processes),
             "wall_seconds": round(clocks.wall_seconds, 3),
         }
+        self._row |= self.noise.row(self._row["step"], result.requests[3:], result.targets, result.grad_norm)
         parts = {"loss_by_source": by_source(self.sources, result.source_sums)} if self.sources else {}
         self.record.metrics.append(self._row | parts)
 
