@@ -162,9 +162,12 @@ class TrainingSection:
     max_hours: float | None = None
     max_cost: float | None = None
     price_per_hour: float | None = None  # money per hour of wall time, any currency
+    price_per_kwh: float | None = None  # and per kWh at the GPUs, as measured
     note: str | None = None  # kept in run.json: why this run
     expect: str | None = None  # and what is expected of it
     preflight: bool = True  # of recipes/pretrain.py: checks before the first update; a resume repeats the cheap ones
+    sensor_seconds: float | None = 30.0  # between two rows of hardware.jsonl; null: no sensor is read
+    peak_flops: float | None = None  # FLOP/s of one device at the run's precision, for mfu; None: published ones
     report_to: list[str] = field(default_factory=list)
     run_name: str | None = None
     seed: int = 42

@@ -120,6 +120,7 @@ class LMTrainingArguments(TrainingArguments):
     init_optimizer: bool = False
     source_loss: bool = False
     noise_scale: bool = True
+    peak_flops: float | None = None
     stage_dir: str | None = None
     nonfinite: Literal["stop", "skip"] = "stop"
     nonfinite_limit: int = 10
@@ -259,7 +260,8 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
 _SAME_NAME = (
     *("save_minutes", "save_total_limit", "save_best", "milestone_steps", "save_in_background", "init_from"),
     *("init_optimizer", "nonfinite", "nonfinite_limit", "stop_after_updates", "max_hours", "max_cost"),
-    *("price_per_hour", "note", "expect", "fp16", "epochs", "source_loss", "noise_scale", "stage_dir"),
+    *("price_per_hour", "note", "expect", "fp16", "epochs", "source_loss", "noise_scale"),
+    *("stage_dir", "peak_flops"),
 )
 
 

@@ -353,7 +353,7 @@ class LMTrainer(Trainer):
         clocks.training_seconds += seconds
         clocks.flops += flops * result.targets
         per_second = result.targets / seconds
-        peak = peak_flops() if self.args.device.type == "cuda" and self.args.bf16 else None
+        peak = peak_flops(self.args.peak_flops, self.args.device, self.args.bf16)
         self._row = {
             "step": self.state.global_step,
             "supervised_tokens": self.supervised_tokens,
@@ -362,6 +362,7 @@ class LMTrainer(Trainer):
             "grad_norm": result.grad_norm,
             "clipped": result.clipped,
             "seconds": round(seconds, 6),
+            "data_seconds": round(clocks.lap("data_seconds"), 6),
             "tokens_per_second": round(per_second, 1),
             "flops_per_second": round(flops * per_second),
             "mfu": None if peak is None else flops * per_second / (peak * self.accelerator.num_processes),
