@@ -143,28 +143,24 @@ def missing_division(run: Path, *settings: str) -> None:
 
 def five_bad_batches(run: Path, *settings: str) -> None:
     """Updates 121 to 125 read random tokens."""
-    own = TokenWindows.batch
 
-    def batch(self: TokenWindows, ks: Any) -> dict[str, torch.Tensor]:
-        found = own(self, ks)
-        windows = BATCH_TOKENS // self.sequence_length
-        if self.order != "sequential" and 120 * windows <= int(np.asarray(ks).min()) < 125 * windows:
-            generator = torch.Generator().manual_seed(int(np.asarray(ks).min()))
-            noise = torch.randint(4, 1_000, found["input_ids"].shape, generator=generator)
-            found = {"input_ids": noise, "shift_labels": noise.roll(-1, 1)}
-        return found
+    def disturb(updates: Update, number: int, batches: list[dict[str, torch.Tensor]]) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for batch in batches if 120 <= number < 125 else ():
+            batch["input_ids"] = torch.randint(4, 1_000, batch["input_ids"].shape, generator=generator)
+            batch["shift_labels"] = batch["input_ids"].roll(-1, 1)
 
-    with mock.patch.object(TokenWindows, "batch", batch):
+    with before_each_update(disturb):
         train(run, *settings)
 
 
 def weights_damaged(run: Path, *settings: str) -> None:
-    """Before update 201, when the rate is low, a third of the output weights is lost."""
+    """Before update 201, when the rate is low, the vectors of every sixth token are mixed up."""
 
-    def damage(updates: Update, number: int) -> None:
+    def damage(updates: Update, number: int, batches: list[dict[str, torch.Tensor]]) -> None:
         if number == 200:
             with torch.no_grad():
-                updates.parameters[0][::3] = 0.0
+                updates.parameters[0][::6] = updates.parameters[0][::6].flip(0)
 
     with before_each_update(damage):
         train(run, *settings)
@@ -173,7 +169,7 @@ def weights_damaged(run: Path, *settings: str) -> None:
 def rate_far_too_high(run: Path, *settings: str) -> None:
     """Three thousand times the rate, from update 100 on, and no clipping."""
 
-    def raise_rate(updates: Update, number: int) -> float:
+    def raise_rate(updates: Update, number: int, batches: list[dict[str, torch.Tensor]]) -> float:
         return 3_000.0 if number >= 100 else 1.0
 
     with before_each_update(raise_rate):
@@ -186,14 +182,16 @@ def rate_never_lowered(run: Path, *settings: str) -> None:
 
 
 def too_short(run: Path, *settings: str) -> None:
-    """Sixty updates."""
-    train(run, *settings, "--train_tokens", str(60 * BATCH_TOKENS))
+    """Sixty updates, at a constant rate."""
+    train(run, *settings, "--train_tokens", str(60 * BATCH_TOKENS), "--min_lr_ratio", "1")
 
 
 def batch_too_small(run: Path, *settings: str) -> None:
-    """An eighth of the batch, for as many updates."""
+    """The healthy run goes on with an eighth of its batch, for as many updates."""
+    good(run.parent / "good", *settings)
     small = ["--global_batch_tokens", str(BATCH_TOKENS // 8), "--per_device_train_batch_size", "1"]
-    train(run, *settings, *small, "--train_tokens", str(UPDATES * BATCH_TOKENS // 8))
+    small += ["--train_tokens", str(UPDATES * BATCH_TOKENS // 8), "--init_from", str(run.parent / "good" / "final")]
+    train(run, *settings, *small)
 
 
 def one_source_after_the_other(run: Path, *settings: str) -> None:
@@ -217,10 +215,10 @@ def one_source_after_the_other(run: Path, *settings: str) -> None:
 
 
 def neighbour_on_the_machine(run: Path, *settings: str) -> None:
-    """From two thirds of the run on each update takes a quarter of a second longer."""
+    """The last thirty updates take a quarter of a second longer."""
 
-    def wait(updates: Update, number: int) -> None:
-        if number >= 2 * UPDATES // 3:
+    def wait(updates: Update, number: int, batches: list[dict[str, torch.Tensor]]) -> None:
+        if number >= UPDATES - 30:
             time.sleep(0.25)
 
     with before_each_update(wait):
@@ -228,11 +226,11 @@ def neighbour_on_the_machine(run: Path, *settings: str) -> None:
 
 
 def slow_disk(run: Path, *settings: str) -> None:
-    """Each micro-batch of windows takes a tenth of a second to read."""
+    """Each micro-batch of windows takes 30 milliseconds to read."""
     own = TokenWindows.batch
 
     def batch(self: TokenWindows, ks: Any) -> dict[str, torch.Tensor]:
-        time.sleep(0.1 if self.order != "sequential" else 0.0)
+        time.sleep(0.03 if self.order != "sequential" else 0.0)
         return own(self, ks)
 
     with mock.patch.object(TokenWindows, "batch", batch):
@@ -255,12 +253,12 @@ def peak_of_a_gpu(run: Path, *settings: str) -> None:
 
 
 @contextlib.contextmanager
-def before_each_update(act: Callable[[Update, int], float | None]) -> Iterator[None]:
-    """Call `act(updates, zero-based number)` before each one; a number that it gives multiplies the rate."""
+def before_each_update(act: Callable[[Update, int, Any], float | None]) -> Iterator[None]:
+    """Call `act(updates, zero-based number, batches)` before each; a number that it gives multiplies the rate."""
     own, numbers = Update.run, itertools.count()
 
     def run(self: Update, batches: Any, learning_rate: float, *more: Any) -> Any:
-        factor = act(self, next(numbers))
+        factor = act(self, next(numbers), batches)
         return own(self, batches, learning_rate * (1.0 if factor is None else factor), *more)
 
     with mock.patch.object(Update, "run", run):

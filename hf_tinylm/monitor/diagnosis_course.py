@@ -7,10 +7,11 @@ import numpy as np
 from .history import History, noise_of
 
 _FIRST_QUARTER = 0.4  # of the whole drop, which a rate that is high enough makes at least there
-_LAST_QUARTER = 0.15  # of the whole drop, which a run that is long enough makes at most there
+_LAST_QUARTER = 0.1  # of the whole drop, which a run that is long enough makes at most there
 _FLAT = 0.02  # of the whole drop over half of the run
-_NOISE = 5.0  # times the batch: less than a sixth of each update is signal then
-_CLIPPED, _RECENT = 0.8, 200
+_NOISE = 8.0  # times the batch: at most a ninth of each update is signal then
+_RECENT = 200  # updates
+_CLIPPED = 0.8
 
 
 def _levels(history: History) -> list[float]:
@@ -26,7 +27,8 @@ def rate_too_low(history: History) -> str | None:
         return None
     start, quarter, *_, last = _levels(history)
     drop = start - last
-    if drop < 5 * noise_of(history["loss"]) or start - quarter >= _FIRST_QUARTER * drop:
+    still = drop < 5 * noise_of(history["loss"])
+    if drop <= 0 or (not still and start - quarter >= _FIRST_QUARTER * drop):
         return None
     return (
         f"loss {start:.2f}, {quarter:.2f} after a quarter of {len(history):,} updates, {last:.2f} at their end: "
@@ -35,7 +37,7 @@ def rate_too_low(history: History) -> str | None:
 
 
 def still_falling(history: History) -> str | None:
-    """At the end of the run, more than 15% of its drop came in the last quarter."""
+    """At the end of the run, more than 10% of its drop came in the last quarter."""
     if len(history) < 40 or history.done_share < 0.98 or history.branched or history["step"][0] != 1:
         return None
     start, *_, before, last = _levels(history)
@@ -65,13 +67,20 @@ def plateau_without_decay(history: History) -> str | None:
 
 
 def batch_below_noise_scale(history: History) -> str | None:
-    """The noise scale, two errors deducted, is more than five updates' tokens."""
-    scale, error, batch = history.last("noise_scale"), history.last("noise_scale_error"), history.batch_tokens
-    if scale is None or error is None or not batch or scale - 2 * error <= _NOISE * batch:
+    """The noise scale is above eight updates' tokens, even with two standard errors more signal than was seen."""
+    signals, noises, batch = history["gradient_signal"], history["gradient_noise"], history.batch_tokens
+    known = ~np.isnan(signals) & ~np.isnan(noises)
+    signals, noises = signals[known][-_RECENT:], noises[known][-_RECENT:]
+    if len(signals) < 100 or not batch:
+        return None
+    blocks = np.array([block.mean() for block in np.array_split(signals, 10)])
+    most = float(signals.mean() + 2 * blocks.std(ddof=1) / np.sqrt(10))
+    least = float(noises.mean()) / most if most > 0 else 0.0
+    if least <= _NOISE * batch:
         return None
     return (
-        f"noise scale {scale:,.0f} +- {error:,.0f} tokens, {batch:,.0f} tokens an update: {batch / (batch + scale):.0%} "
-        "of an update is signal"
+        f"noise scale above {least:,.0f} tokens over the last {len(signals)} updates, {batch:,.0f} tokens an update: at "
+        f"most {batch / (batch + least):.0%} of one is signal"
     )
 
 

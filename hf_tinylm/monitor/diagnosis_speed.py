@@ -9,14 +9,14 @@ from .history import History
 
 _RECENT = 200
 _START = 10  # updates of an invocation that may be slow: compilation, caches
-_SLOWER = 0.6  # of the rate before
+_SLOWER = 0.5  # of the rate before
 _STARVED = 0.2  # of the time
 _SAVING = 0.1  # of the time
 _LOW, _HIGH = 0.2, 0.6
 
 
 def throughput_drop(history: History) -> str | None:
-    """The median speed of the newest tenth is below 60% of that of the first half."""
+    """The median speed of the newest tenth is below half of that of the first half."""
     speeds = history["tokens_per_second"]
     speeds = speeds[~np.isnan(speeds)]
     if len(speeds) < 60:

@@ -13,7 +13,7 @@ from .run import Run
 
 _COLUMNS = (
     *("step", "supervised_tokens", "loss", "learning_rate", "grad_norm", "seconds", "data_seconds", "wall_seconds"),
-    *("tokens_per_second", "mfu", "noise_scale", "noise_scale_error"),
+    *("tokens_per_second", "mfu", "gradient_signal", "gradient_noise"),
 )
 
 

@@ -42,8 +42,8 @@ def history(**changed: Any) -> History:
         "wall_seconds": places + 1,
         "tokens_per_second": np.full(count, 1_000.0),
         "mfu": np.full(count, 0.4),
-        "noise_scale": np.full(count, 2_000.0),
-        "noise_scale_error": np.full(count, 200.0),
+        "gradient_signal": np.random.default_rng(6).normal(1, 0.5, count),
+        "gradient_noise": np.random.default_rng(7).normal(2_000, 500, count),  # a noise scale of 2,000 tokens
     }
     columns |= {key: np.asarray(changed.pop(key), dtype=np.float64) for key in list(changed) if key in columns}
     scored = [{"step": s, "eval_loss": float(columns["loss"][s - 20 : s].mean())} for s in range(40, count + 1, 40)]
@@ -137,8 +137,8 @@ FAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     (
         "batch_below_noise_scale",
-        {"noise_scale": np.full(400, 9_000.0)},
-        {"noise_scale": np.full(400, 9_000.0), "noise_scale_error": np.full(400, 3_000.0)},
+        {"gradient_noise": np.full(400, 12_000.0)},
+        {"gradient_noise": np.full(400, 12_000.0), "gradient_signal": np.random.default_rng(6).normal(1, 20, 400)},
     ),
     ("clipping_always", {"grad_norm": norms() * 3}, {"grad_norm": norms() * 3, "max_grad_norm": 0.0}),
     (
@@ -159,8 +159,8 @@ FAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     (
         "throughput_drop",
-        {"tokens_per_second": np.where(np.arange(COUNT) < 300, 1_000, 500)},
-        {"tokens_per_second": np.where(np.arange(COUNT) < 300, 1_000, 700)},
+        {"tokens_per_second": np.where(np.arange(COUNT) < 300, 1_000, 450)},
+        {"tokens_per_second": np.where(np.arange(COUNT) < 300, 1_000, 550)},
     ),
     ("input_starvation", {"data_seconds": np.full(COUNT, 0.5)}, {"data_seconds": np.full(COUNT, 0.2)}),
     ("checkpoints_cost", {"events": saved(20.0)}, {"events": saved(5.0)}),
