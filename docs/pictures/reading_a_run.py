@@ -226,11 +226,11 @@ def neighbour_on_the_machine(run: Path, *settings: str) -> None:
 
 
 def slow_disk(run: Path, *settings: str) -> None:
-    """Each micro-batch of windows takes 30 milliseconds to read."""
+    """Each micro-batch of windows takes 0.15 seconds to read."""
     own = TokenWindows.batch
 
     def batch(self: TokenWindows, ks: Any) -> dict[str, torch.Tensor]:
-        time.sleep(0.03 if self.order != "sequential" else 0.0)
+        time.sleep(0.15 if self.order != "sequential" else 0.0)
         return own(self, ks)
 
     with mock.patch.object(TokenWindows, "batch", batch):

@@ -130,6 +130,7 @@ class LMTrainingArguments(TrainingArguments):
     price_per_hour: float | None = None
     note: str | None = None
     expect: str | None = None
+    mirror_dir: str | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(TrainingArguments):
@@ -162,7 +163,8 @@ class LMTrainingArguments(TrainingArguments):
         if not self.use_cpu and not accelerator_present():
             self.use_cpu = True
         super().__post_init__()
-        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = any(asked), asked[1], asked[2]
+        asked_for: Any = asked[0] or any(asked)  # "auto" is decided by LMTrainer, which knows the length of the run
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = asked_for, asked[1], asked[2]
 
 
 def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:
@@ -260,8 +262,8 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
 _SAME_NAME = (
     *("save_minutes", "save_total_limit", "save_best", "milestone_steps", "save_in_background", "init_from"),
     *("init_optimizer", "nonfinite", "nonfinite_limit", "stop_after_updates", "max_hours", "max_cost"),
-    *("price_per_hour", "note", "expect", "fp16", "epochs", "source_loss", "noise_scale"),
-    *("stage_dir", "peak_flops"),
+    *("price_per_hour", "note", "expect", "fp16", "epochs", "source_loss", "stage_dir", "mirror_dir"),
+    *("noise_scale", "peak_flops"),
 )
 
 

@@ -86,13 +86,12 @@ class NoiseMeter:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        betas: tuple[float, float],
         processes: int = 1,
         scaler: torch.amp.GradScaler | None = None,
         enabled: bool = True,
     ) -> None:
-        self.optimizer, self.betas, self.processes, self.scaler = optimizer, betas, processes, scaler
-        self.enabled = enabled
+        self.optimizer, self.processes, self.scaler, self.enabled = optimizer, processes, scaler, enabled
+        self.betas: tuple[float, float] = optimizer.param_groups[0]["betas"]
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._stride = _stride(sum(parameter.numel() for parameter in self.parameters))
         self._measured: deque[tuple[float, float]] = deque(maxlen=WINDOW)

@@ -58,7 +58,7 @@ def estimate(rank, processes):
     plain = Linear()
     model = torch.nn.parallel.DistributedDataParallel(plain) if processes > 1 else plain
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.0)
-    meter = NoiseMeter(optimizer, (0.9, 0.999), processes)
+    meter = NoiseMeter(optimizer, processes)
     update = Update(Processes(processes), model, optimizer, 1.0, after_first=meter.see_first)
     generator = torch.Generator().manual_seed(5 + rank)
     for number in range(UPDATES):
@@ -133,7 +133,7 @@ def test_few_updates_or_no_signal_give_no_estimate() -> None:
 def test_adams_signal_of_pure_noise_is_that_of_simulated_noise(betas: tuple[float, float], updates: int) -> None:
     parameter = torch.nn.Parameter(torch.zeros(4_000))
     optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=betas, eps=1e-12, weight_decay=0.0, fused=True)
-    meter = NoiseMeter(optimizer, betas)
+    meter = NoiseMeter(optimizer)
     generator = torch.Generator().manual_seed(1)
     for number in range(updates):
         if number == updates - 1:
