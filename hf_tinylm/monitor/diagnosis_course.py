@@ -44,7 +44,7 @@ def still_falling(history: History) -> str | None:
     share = (before - last) / (start - last) if start > last else 0.0
     if share < _LAST_QUARTER or before - last < 3 * noise_of(history["loss"]):
         return None
-    return f"loss {before:.2f} at three quarters, {last:.2f} at the end: {share:.0%} of the whole drop in the last quarter"
+    return f"loss {before:.2f} at three quarters, {last:.2f} at the end: {share:.0%} of the drop in that quarter"
 
 
 def plateau_without_decay(history: History) -> str | None:
@@ -61,8 +61,8 @@ def plateau_without_decay(history: History) -> str | None:
     if fell > max(_FLAT * drop, 2 * noise_of(losses) * np.sqrt(12 / len(places))):
         return None
     return (
-        f"rate {rates[-1]:.2g} throughout the last {len(places):,} updates, loss {losses[half : half + 15].mean():.3f} to "
-        f"{losses[-15:].mean():.3f}"
+        f"rate {rates[-1]:.2g} throughout the last {len(places):,} updates, loss {losses[half : half + 15].mean():.3f} "
+        f"to {losses[-15:].mean():.3f}"
     )
 
 
@@ -79,8 +79,8 @@ def batch_below_noise_scale(history: History) -> str | None:
     if least <= _NOISE * batch:
         return None
     return (
-        f"noise scale above {least:,.0f} tokens over the last {len(signals)} updates, {batch:,.0f} tokens an update: at "
-        f"most {batch / (batch + least):.0%} of one is signal"
+        f"noise scale above {least:,.0f} tokens over the last {len(signals)} updates, {batch:,.0f} tokens an update: "
+        f"at most {batch / (batch + least):.0%} of one is signal"
     )
 
 
@@ -92,4 +92,5 @@ def clipping_always(history: History) -> str | None:
     share = float((norms > limit).mean())
     if share < _CLIPPED:
         return None
-    return f"{share:.0%} of the last {len(norms)} updates had a norm above {limit:g}; their median is {np.median(norms):.2f}"
+    median = float(np.median(norms))
+    return f"{share:.0%} of the last {len(norms)} updates had a norm above {limit:g}; their median is {median:.2f}"
