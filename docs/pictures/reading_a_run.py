@@ -5,8 +5,8 @@
     python docs/pictures/reading_a_run.py --work DIR --pictures DIR
 
 A finished run is not made again and a stopped one goes on, so the command can be repeated. Each run is made by the
-function of its name in `RUNS` or `FAULTS`, which writes a run folder with recipes/pretrain.py. Faults of code are planted
-for the time of a run and taken away after it.
+function of its name in `RUNS` or `FAULTS`, which writes an ordinary run folder with recipes/pretrain.py. Faults of code
+are planted for the time of a run and taken away after it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from .history import History, noise_of
 _FIRST_QUARTER = 0.4  # of the whole drop, which a rate that is high enough makes at least there
 _LAST_QUARTER = 0.1  # of the whole drop, which a run that is long enough makes at most there
 _FLAT = 0.02  # of the whole drop over half of the run
-_NOISE = 8.0  # times the batch: at most a ninth of each update is signal then
+_NOISE = 9.5  # times the batch: less than a tenth of each update is signal then
 _RECENT = 200  # updates
 _CLIPPED = 0.8
 
@@ -67,7 +67,7 @@ def plateau_without_decay(history: History) -> str | None:
 
 
 def batch_below_noise_scale(history: History) -> str | None:
-    """The noise scale is above eight updates' tokens, even with two standard errors more signal than was seen."""
+    """The noise scale is above 9.5 updates of tokens, even with two standard errors more signal than was seen."""
     signals, noises, batch = history["gradient_signal"], history["gradient_noise"], history.batch_tokens
     known = ~np.isnan(signals) & ~np.isnan(noises)
     signals, noises = signals[known][-_RECENT:], noises[known][-_RECENT:]

@@ -137,7 +137,7 @@ FAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     (
         "batch_below_noise_scale",
-        {"gradient_noise": np.full(400, 12_000.0)},
+        {"gradient_noise": np.full(400, 14_000.0)},
         {"gradient_noise": np.full(400, 12_000.0), "gradient_signal": np.random.default_rng(6).normal(1, 20, 400)},
     ),
     ("clipping_always", {"grad_norm": norms() * 3}, {"grad_norm": norms() * 3, "max_grad_norm": 0.0}),
