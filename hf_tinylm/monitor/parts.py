@@ -41,7 +41,8 @@ def evaluations(run: Run) -> Html:
             "." if bits is None else f", {bits:.4f} bits/byte."
         )
     by_source = last.get("eval_loss_by_source")
-    sources = table(("source", "validation loss"), by_source.items()) if isinstance(by_source, dict) else Html()
+    parts = [(name, form(number(by_source, name), ".4f")) for name in by_source] if isinstance(by_source, dict) else []
+    sources = table(("source", "validation loss"), parts) if parts else Html()
     told = table(head, rows) if rows else missing("eval/ holds no report: hf-tinylm eval writes them.")
     return section("Evaluation", element("p", words), sources, told, *faults)
 
