@@ -139,7 +139,7 @@ class TrainingSection:
     max_grad_norm: float = 1.0
     bf16: bool | Literal["auto"] = "auto"  # auto: where the device multiplies bf16 matrices fast
     fp16: bool = False  # with a gradient scaler, for GPUs without bf16
-    torch_compile: bool = False
+    torch_compile: bool | Literal["auto"] = "auto"  # auto: on a CPU or GPU, for runs long enough to win it back
     gradient_checkpointing: bool = False
     use_cpu: bool = False
     cpu_threads: int | None = None  # None: OMP_NUM_THREADS when above 1, else the cores over the processes of this host

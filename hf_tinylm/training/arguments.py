@@ -161,7 +161,8 @@ class LMTrainingArguments(TrainingArguments):
         if not self.use_cpu and not accelerator_present():
             self.use_cpu = True
         super().__post_init__()
-        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = any(asked), asked[1], asked[2]
+        asked_for: Any = asked[0] or any(asked)  # "auto" is decided by LMTrainer, which knows the length of the run
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = asked_for, asked[1], asked[2]
 
 
 def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:

@@ -179,6 +179,8 @@ class RunRecord:
             there = len(dataset) * int(dataset.sequence_length)
             if there < args.eval_tokens:
                 notices.append(f"eval_tokens={args.eval_tokens:,} were asked; validation has {there:,}, all are used.")
+        if self.trainer.not_compiled:
+            notices.append(f"{self.trainer.not_compiled} The run goes on without it; torch_compile: false says so.")
         altered = [line for line in changed if line.split(":")[0] in CHANGES_BITS]
         if altered:
             notices.append(
