@@ -155,8 +155,11 @@ def findings(found: Sequence[Finding]) -> Html:
     """What the diagnosis of a run says, with what was seen, what it means and what to do."""
     if not found:
         return section("Diagnosis", missing("Nothing was found."))
-    rows = [(element("span", one.title, name="bad"), one.evidence, one.meaning, one.next_step) for one in found]
-    return section("Diagnosis", table(("finding", "seen", "means", "do"), rows))
+    parts = []
+    for one in found:
+        told = (("seen", one.evidence), ("means", one.meaning), ("do", one.next_step))
+        parts += [element("h3", one.title, name="bad"), table((), told)]
+    return section("Diagnosis", *parts)
 
 
 def hardware(run: Run) -> Html:

@@ -177,6 +177,27 @@ def test_samples_stand_by_prompt_from_first_to_last(
     assert "12 of 30 moments are shown" in samples
 
 
+def test_hardware_and_findings_stand_in_the_report(
+    write_run: Callable[..., Path], add_lines: Callable[..., None]
+) -> None:
+    folder = write_run(price_per_kwh=0.5)
+    card = {"name": "H", "power_watts": 360.0, "memory_used_bytes": 2e9, "memory_total_bytes": 8e9}
+    for when in (0.0, 30.0, 60.0):
+        row = {"time": 1e9 + when, "interval_seconds": 30.0, "cpu_percent": 50.0, "gpus": [card]}
+        add_lines(folder / "hardware.jsonl", row)
+    add_lines(
+        folder / "metrics.jsonl",
+        *({"step": n, "supervised_tokens": 100 * n, "loss": 30.0, "wall_seconds": 4.0 * n} for n in range(11, 200)),
+    )
+    words = " ".join(Page(report_page(Run(folder))).text.split())
+    assert "Hardware At 2001-09-09 01:47:40 UTC:" in words
+    assert "360 W" in words
+    assert "0.01 kWh at the GPUs" in words  # 360 W for 60 s are 0.006 kWh
+    assert "memory at the peak, a process" in words
+    assert "2.00 GB" in words
+    assert "Diagnosis The run diverges seen" in words
+
+
 def test_incidents_are_warnings_stops_and_restarts(
     write_run: Callable[..., Path], add_lines: Callable[..., None]
 ) -> None:
