@@ -9,7 +9,7 @@ from typing import Any
 
 from .events import TROUBLE, clock, duration, in_words, size
 from .follow import number
-from .hardware import hardware_lines, hardware_state, read_hardware
+from .hardware import hardware_lines, hardware_state
 from .run import RATE_ROWS, Run
 
 LAST_ROWS = 8
@@ -46,9 +46,7 @@ def state_of(run: Run, now: float | None = None) -> dict[str, Any]:
         "invocations": len(run.invocations()),
         "last_rows": run.updates[-LAST_ROWS:],
         "last_evaluation": last,
-        "hardware": hardware_state(
-            read_hardware(run.folder), number(run.fact("config", "training"), "price_per_kwh"), now
-        ),
+        "hardware": hardware_state(run.hardware, number(run.fact("config", "training"), "price_per_kwh"), now),
         "checkpoints": run.checkpoints(),
         "events": [
             {"time": number(e, "time"), "step": e.get("step"), "words": in_words(e)} for e in run.events[-LAST_EVENTS:]
