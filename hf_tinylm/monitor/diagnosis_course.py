@@ -41,8 +41,10 @@ def still_falling(history: History) -> str | None:
     if len(history) < 40 or history.done_share < 0.98 or history.branched or history["step"][0] != 1:
         return None
     start, *_, before, last = _levels(history)
-    share = (before - last) / (start - last) if start > last else 0.0
-    if share < _LAST_QUARTER or before - last < 3 * noise_of(history["loss"]):
+    quarter = len(history) / 4
+    fell = (before - last) * quarter / (quarter - 8)  # the last mean is of updates that end with the run
+    share = fell / (start - last) if start > last else 0.0
+    if share < _LAST_QUARTER or before - last < 4 * noise_of(history["loss"]) * np.sqrt(2 / 15):
         return None
     return f"loss {before:.2f} at three quarters, {last:.2f} at the end: {share:.0%} of the drop in that quarter"
 
