@@ -109,7 +109,7 @@ def test_two_processes_find_the_noise_scale_that_one_finds(tmp_path: Path) -> No
         )
         for r in "01"
     ]
-    told = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in started]
+    told = [json.loads(process.communicate(timeout=170)[0].splitlines()[-1]) for process in started]
     assert told[0] == told[1]
     one = in_this_process()
     assert told[0]["noise_scale"] == pytest.approx(one["true"], rel=0.1)
