@@ -13,9 +13,10 @@ from transformers import TrainerCallback
 
 from hf_tinylm.modeling.factory import new_model
 from hf_tinylm.modeling.model import TinyLMForCausalLM, TinyLMRMSNorm
+from hf_tinylm.planning.compilation import FEWEST_FLOPS
 from hf_tinylm.sections import ModelSection
 from hf_tinylm.training import compiling
-from hf_tinylm.training.compiling import FEWEST_FLOPS, compile_training, compiles
+from hf_tinylm.training.compiling import compile_training, compiles
 
 LONG, SHORT = 10 * FEWEST_FLOPS["cpu"], 0.1 * FEWEST_FLOPS["cpu"]
 
