@@ -59,7 +59,7 @@ DIAGNOSES: tuple[tuple[Callable[[History], str | None], Words], ...] = (
         Words(
             "The first loss is far from ln V",
             "A model that knows nothing predicts each of V tokens alike, a loss of ln V. Far below: the targets can be "
-            "read off the input, or the weights were not new. Far above: the division of the loss or the initialisation.",
+            "read off the input, or the weights were not new. Far above: the loss is divided wrongly, or a bad start.",
             "Stop. Run hf-tinylm preflight with this configuration: it checks targets, masks, division and weights.",
         ),
     ),
@@ -67,8 +67,8 @@ DIAGNOSES: tuple[tuple[Callable[[History], str | None], Words], ...] = (
         loss_too_good,
         Words(
             "The loss is too good to be true",
-            "No model of text reaches this on text that it has not seen. The targets leak into the input, or validation "
-            "holds what was trained on.",
+            "No model of text reaches this on text that it has not seen. The targets leak into the input, or "
+            "validation holds what was trained on.",
             "Stop. Run hf-tinylm preflight; look at decoded windows and their targets with hf-tinylm inspect.",
         ),
     ),
@@ -77,8 +77,8 @@ DIAGNOSES: tuple[tuple[Callable[[History], str | None], Words], ...] = (
         Words(
             "The run diverges",
             "The loss has lost most of what it had learned, or is no finite number. It will not come back by itself.",
-            "Stop. Resume from a checkpoint before the rise with a third of the learning_rate (--init_from, a new run), "
-            "with warmup and clipping on.",
+            "Stop. Start a new run from a checkpoint before the rise (--init_from) with a third of the learning_rate, "
+            "warmup and clipping on.",
         ),
     ),
     (
@@ -95,8 +95,8 @@ DIAGNOSES: tuple[tuple[Callable[[History], str | None], Words], ...] = (
         Words(
             "The loss jumped and came back",
             "A few batches unlike the others, or a rate at its limit. One is harmless; several come before divergence.",
-            "Look at the windows of that update (hf-tinylm inspect --window). If the data are fine and it goes on, lower "
-            "the learning_rate by a third.",
+            "Look at the windows of that update (hf-tinylm inspect --window). If the data are fine and it goes on, "
+            "lower the learning_rate by a third.",
         ),
     ),
     (
@@ -112,8 +112,8 @@ DIAGNOSES: tuple[tuple[Callable[[History], str | None], Words], ...] = (
         training_loss_a_multiple,
         Words(
             "The training loss is a multiple of validation",
-            "Both are nats per token and should lie together. A factor means that the training loss is divided by too few "
-            "targets, for example by those of one micro-batch.",
+            "Both are nats per token and should lie together. A factor means that the training loss is divided by too "
+            "few targets, for example by those of one micro-batch.",
             "Compare both losses on one batch; hf-tinylm preflight checks that a split batch gives the same gradient.",
         ),
     ),
@@ -137,8 +137,8 @@ DIAGNOSES: tuple[tuple[Callable[[History], str | None], Words], ...] = (
         plateau_without_decay,
         Words(
             "The loss is flat and the rate was never lowered",
-            "At a constant rate the loss settles where the noise of the updates balances what they learn. It is no limit "
-            "of the model: a lower rate or a larger batch goes on from here.",
+            "At a constant rate the loss settles where the noise of the updates balances what they learn. It is no "
+            "limit of the model: a lower rate or a larger batch goes on from here.",
             "Lower the rate to a tenth over the last fifth of the run (min_lr_ratio: 0.1), or enlarge the batch.",
         ),
     ),
@@ -146,8 +146,8 @@ DIAGNOSES: tuple[tuple[Callable[[History], str | None], Words], ...] = (
         batch_below_noise_scale,
         Words(
             "The batch is far below the noise scale",
-            "Most of each update is noise that the next ones must average away. Fewer, larger updates of the same tokens "
-            "would reach the same loss at a higher rate, in less time where there are more devices.",
+            "Most of each update is noise that the next ones must average away. Fewer, larger updates of the same "
+            "tokens would reach the same loss at a higher rate, in less time where there are more devices.",
             "Enlarge global_batch_tokens towards the noise scale and raise learning_rate with its square root.",
         ),
     ),
@@ -155,9 +155,9 @@ DIAGNOSES: tuple[tuple[Callable[[History], str | None], Words], ...] = (
         clipping_always,
         Words(
             "Nearly every update is clipped",
-            "Clipping is meant for exceptions. On every update it is a hidden change of the rate, and the limit decides "
-            "what is learned.",
-            "Raise max_grad_norm above the median norm. If the norm itself is the surprise, check the division of the loss.",
+            "Clipping is meant for exceptions. On every update it is a hidden change of the rate, and the limit "
+            "decides what is learned.",
+            "Raise max_grad_norm above the median norm; if that norm is the surprise, check how the loss is divided.",
         ),
     ),
     (
@@ -172,15 +172,15 @@ DIAGNOSES: tuple[tuple[Callable[[History], str | None], Words], ...] = (
         text_replayed,
         Words(
             "The same text comes again in the same order",
-            "The loss repeats its own bumps after a fixed number of updates: the reader starts again before the data end.",
-            "Compare that number of updates with an epoch; look at windows that far apart (hf-tinylm inspect --window).",
+            "The loss repeats its own bumps after a fixed number of updates: the reader starts again before the end.",
+            "Compare that number of updates with an epoch; look at windows so far apart (hf-tinylm inspect --window).",
         ),
     ),
     (
         cliffs_at_epoch_borders,
         Words(
             "The loss drops where an epoch ends",
-            "Text that is seen again is partly remembered: from here on the training loss says less, validation counts.",
+            "Text that is seen again is partly remembered: from here on the training loss says less than validation.",
             "More text, or fewer passes; judge by validation.",
         ),
     ),
@@ -258,7 +258,13 @@ def finding_lines(found: Sequence[Finding], updates: int) -> list[str]:
         return [f"Nothing was found in {updates:,} updates."] if updates else ["There is no update to judge yet."]
     lines = []
     for one in found:
-        lines += [one.title, f"  seen     {one.evidence}", f"  means    {one.meaning}", f"  do       {one.next_step}", ""]
+        lines += [
+            one.title,
+            f"  seen     {one.evidence}",
+            f"  means    {one.meaning}",
+            f"  do       {one.next_step}",
+            "",
+        ]
     return lines[:-1]
 
 

@@ -9,7 +9,7 @@ from .history import History, noise_of
 _FIRST_QUARTER = 0.4  # of the whole drop, which a rate that is high enough makes at least there
 _LAST_QUARTER = 0.1  # of the whole drop, which a run that is long enough makes at most there
 _FLAT = 0.02  # of the whole drop over half of the run
-_NOISE = 8.0  # times the batch: at most a ninth of each update is signal then
+_NOISE = 9.5  # times the batch: less than a tenth of each update is signal then
 _RECENT = 200  # updates
 _CLIPPED = 0.8
 
@@ -41,10 +41,12 @@ def still_falling(history: History) -> str | None:
     if len(history) < 40 or history.done_share < 0.98 or history.branched or history["step"][0] != 1:
         return None
     start, *_, before, last = _levels(history)
-    share = (before - last) / (start - last) if start > last else 0.0
-    if share < _LAST_QUARTER or before - last < 3 * noise_of(history["loss"]):
+    quarter = len(history) / 4
+    fell = (before - last) * quarter / (quarter - 8)  # the last mean is of updates that end with the run
+    share = fell / (start - last) if start > last else 0.0
+    if share < _LAST_QUARTER or before - last < 4 * noise_of(history["loss"]) * np.sqrt(2 / 15):
         return None
-    return f"loss {before:.2f} at three quarters, {last:.2f} at the end: {share:.0%} of the whole drop in the last quarter"
+    return f"loss {before:.2f} at three quarters, {last:.2f} at the end: {share:.0%} of the drop in that quarter"
 
 
 def plateau_without_decay(history: History) -> str | None:
@@ -61,13 +63,13 @@ def plateau_without_decay(history: History) -> str | None:
     if fell > max(_FLAT * drop, 2 * noise_of(losses) * np.sqrt(12 / len(places))):
         return None
     return (
-        f"rate {rates[-1]:.2g} throughout the last {len(places):,} updates, loss {losses[half : half + 15].mean():.3f} to "
-        f"{losses[-15:].mean():.3f}"
+        f"rate {rates[-1]:.2g} throughout the last {len(places):,} updates, loss {losses[half : half + 15].mean():.3f} "
+        f"to {losses[-15:].mean():.3f}"
     )
 
 
 def batch_below_noise_scale(history: History) -> str | None:
-    """The noise scale is above eight updates' tokens, even with two standard errors more signal than was seen."""
+    """The noise scale is above 9.5 updates of tokens, even with two standard errors more signal than was seen."""
     signals, noises, batch = history["gradient_signal"], history["gradient_noise"], history.batch_tokens
     known = ~np.isnan(signals) & ~np.isnan(noises)
     signals, noises = signals[known][-_RECENT:], noises[known][-_RECENT:]
@@ -79,8 +81,8 @@ def batch_below_noise_scale(history: History) -> str | None:
     if least <= _NOISE * batch:
         return None
     return (
-        f"noise scale above {least:,.0f} tokens over the last {len(signals)} updates, {batch:,.0f} tokens an update: at "
-        f"most {batch / (batch + least):.0%} of one is signal"
+        f"noise scale above {least:,.0f} tokens over the last {len(signals)} updates, {batch:,.0f} tokens an update: "
+        f"at most {batch / (batch + least):.0%} of one is signal"
     )
 
 
@@ -92,4 +94,5 @@ def clipping_always(history: History) -> str | None:
     share = float((norms > limit).mean())
     if share < _CLIPPED:
         return None
-    return f"{share:.0%} of the last {len(norms)} updates had a norm above {limit:g}; their median is {np.median(norms):.2f}"
+    median = float(np.median(norms))
+    return f"{share:.0%} of the last {len(norms)} updates had a norm above {limit:g}; their median is {median:.2f}"

@@ -27,13 +27,13 @@ def training_and_validation_part(history: History) -> str | None:
     if gap < _GAP or gap - least[2] < _GAP:
         return None
     return (
-        f"validation {scored:.2f} stands {gap:.2f} above training at update {step:,.0f}; at update {least[0]:,.0f} it was "
-        f"{least[2]:+.2f}"
+        f"validation {scored:.2f} stands {gap:.2f} above training at update {step:,.0f}; at update {least[0]:,.0f} it "
+        f"was {least[2]:+.2f}"
     )
 
 
 def text_replayed(history: History) -> str | None:
-    """The loss around its running mean looks like itself a fixed number of updates later, and not one earlier or later."""
+    """The loss around its running mean looks like itself some updates later, and not one earlier or later than that."""
     losses = history["loss"][history.warmup :][-_LONGEST:]
     if len(losses) < 100:
         return None
@@ -46,7 +46,7 @@ def text_replayed(history: History) -> str | None:
     if not len(sharp) or sharp.max() < _SHARPEST or found[1:-1][sharp.argmax()] < 1.5 * _SHARPEST:
         return None
     best = int(sharp.argmax()) + 1
-    return f"the loss repeats itself every {lags[best]:,} updates: correlation {found[best]:.2f}, one later {found[best + 1]:.2f}"
+    return f"the loss repeats itself every {lags[best]:,} updates: correlation {found[best]:.2f}"
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -60,7 +60,9 @@ def cliffs_at_epoch_borders(history: History) -> str | None:
         return None
     every, losses = history.epoch_tokens / history.batch_tokens, history["loss"]
     width = max(8, round(every / 8))
-    borders = np.round(np.arange(every, len(losses), every)).astype(int) - int(history["step"][0] if len(losses) else 1) + 1
+    borders = (
+        np.round(np.arange(every, len(losses), every)).astype(int) - int(history["step"][0] if len(losses) else 1) + 1
+    )
     borders = borders[(borders >= 2 * width) & (borders <= len(losses) - width)]
     if every < 2 * width or not len(borders):
         return None

@@ -126,11 +126,11 @@ def norm_spikes(history: History) -> str | None:
         ahead = [jump - place for jump in jumps if 0 < jump - place <= 20]
         if ahead:
             return (
-                f"norm {norms[place]:.2f} at update {history['step'][place]:,.0f}, {ratio[place]:.1f} times the median, "
+                f"norm {norms[place]:.2f} at update {history['step'][place]:,.0f}, {ratio[place]:.1f} times the usual, "
                 f"{min(ahead)} updates before the loss jumped"
             )
-    dense = [i for i in range(len(places) - _NORM_SPIKES + 1) if places[i + _NORM_SPIKES - 1] - places[i] < _NORM_WINDOW]
-    if not dense:
+    ends = zip(places, places[_NORM_SPIKES - 1 :], strict=False)
+    if not any(last - first < _NORM_WINDOW for first, last in ends):
         return None
     top = max(places, key=lambda place: float(ratio[place]))
     return (
@@ -151,4 +151,5 @@ def training_loss_a_multiple(history: History) -> str | None:
     trained = float(history["loss"][near].mean())
     if trained <= 1.5 * scored[-1] or trained < 1:
         return None
-    return f"training {trained:.2f}, validation {scored[-1]:.2f} at update {steps[-1]:,.0f}: {trained / scored[-1]:.1f} times"
+    times = f"{trained / scored[-1]:.1f} times"
+    return f"training {trained:.2f}, validation {scored[-1]:.2f} at update {steps[-1]:,.0f}: {times}"

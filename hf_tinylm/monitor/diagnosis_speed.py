@@ -46,7 +46,8 @@ def checkpoints_cost(history: History) -> str | None:
     stalls, wall = np.nan_to_num(column(saves, "stall_seconds")), history.last("wall_seconds")
     if len(stalls) < 2 or not wall or stalls.sum() <= _SAVING * wall:
         return None
-    return f"{len(stalls)} saves held training up for {stalls.sum():,.1f} of {wall:,.1f} seconds: {stalls.sum() / wall:.0%}"
+    share = f"{stalls.sum() / wall:.0%}"
+    return f"{len(stalls)} saves held training up for {stalls.sum():,.1f} of {wall:,.1f} seconds: {share}"
 
 
 def mfu_too_low(history: History) -> str | None:

@@ -122,11 +122,6 @@ def _warned(event: dict[str, Any]) -> str:
     return f"warning: {event.get('reason', 'no reason recorded')}"
 
 
-def _sampled(event: dict[str, Any]) -> str:
-    samples = event.get("samples")
-    return f"wrote {len(samples) if isinstance(samples, list) else 'an unknown number of'} samples"
-
-
 def _nonfinite(event: dict[str, Any]) -> str:
     windows = event.get("windows")
     where = f"; windows {', '.join(map(str, windows[:8]))}" if isinstance(windows, list) and windows else ""
@@ -146,7 +141,6 @@ _WORDS = {
     "saved": _saved,
     "evaluated": _evaluated,
     "interrupted": _interrupted,
-    "sampled": _sampled,
     "warned": _warned,
     "nonfinite": _nonfinite,
     "finished": _finished,

@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from ..errors import TrainingError
 from ..training.metrics import JsonLines
 
 HARDWARE = "hardware.jsonl"
+_OF_CARD = (
+    *("name", "utilization_percent", "power_watts", "temperature_celsius"),
+    *("memory_used_bytes", "memory_total_bytes"),
+)
 INSTALL = "pip install 'hf-tinylm[gpu]'"
 
 
@@ -50,7 +55,7 @@ class GPUs:
             self._fault("driver", f"GPU sensors are not read: {_said(error)}.")
             return
         for name in wanted:
-            self._handles.append(self._ask("device", lambda name=name: self._nvml.nvmlDeviceGetHandleByUUID(name)))
+            self._handles.append(self._ask("device", partial(self._nvml.nvmlDeviceGetHandleByUUID, name)))
 
     def read(self) -> list[dict[str, Any]]:
         """One object for each GPU; what cannot be read is None."""
@@ -65,10 +70,8 @@ class GPUs:
 
     def _read(self, handle: Any) -> dict[str, Any]:
         nvml = self._nvml
-        names = ("name", "utilization_percent", "power_watts", "temperature_celsius")
-        names = (*names, "memory_used_bytes", "memory_total_bytes")
         if handle is None:
-            return dict.fromkeys(names)
+            return dict.fromkeys(_OF_CARD)
         memory = self._ask("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         name = self._ask("name", lambda: nvml.nvmlDeviceGetName(handle))
         return {

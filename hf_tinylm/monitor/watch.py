@@ -1,4 +1,4 @@
-"""A run that watches itself: sensors in the background, and diagnoses that become warnings while they can still help."""
+"""A run that watches itself: sensors in the background, and diagnoses that become warnings while they still help."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from .run import Run
 from .sensors import Sensors
 
 _KEPT = 20_000  # updates that a live diagnosis looks back over
-_FIRST, _SHARE = 10, 50  # updates between two looks: ten, later a fiftieth of those done, so that their cost stays small
+_FIRST, _SHARE = (
+    10,
+    50,
+)  # updates between two looks: ten, later a fiftieth of those done, so that their cost stays small
 
 
 @contextlib.contextmanager

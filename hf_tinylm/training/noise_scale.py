@@ -165,7 +165,7 @@ class NoiseMeter:
                 continue
             first.append(state["exp_avg"].flatten()[:: self._stride])
             second.append(state["exp_avg_sq"].flatten()[:: self._stride])
-            corrected = tuple(1 - beta ** float(state["step"]) for beta in self.betas)  # type: ignore[assignment]
+            corrected = tuple(1 - beta ** float(state["step"]) for beta in self.betas)
         if not first:
             return torch.zeros(1), math.nan
         m, v = torch.cat(first) / corrected[0], (torch.cat(second) / corrected[1]).sqrt()

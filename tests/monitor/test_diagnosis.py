@@ -82,9 +82,7 @@ def evaluated(gap: Callable[[int], float]) -> list[dict[str, Any]]:
 
 def by_source(*losses: float) -> list[dict[str, Any]]:
     scored = evaluated(lambda _: 0.0)
-    return [
-        {**row, "eval_loss_by_source": {"a": loss, "b": 4.0}} for row, loss in zip(scored, losses, strict=False)
-    ]
+    return [{**row, "eval_loss_by_source": {"a": loss, "b": 4.0}} for row, loss in zip(scored, losses, strict=False)]
 
 
 def saved(stall: float) -> list[dict[str, Any]]:
@@ -93,7 +91,9 @@ def saved(stall: float) -> list[dict[str, Any]]:
 
 STRAIGHT = 7.0 - np.arange(COUNT) / COUNT + np.random.default_rng(4).normal(0, 0.01, COUNT)
 CLIFFS = curve() - 0.4 * (np.arange(COUNT) // 100)
-FLAT = np.concatenate((curve(100), np.full(300, curve(100)[-20:].mean()))) + np.random.default_rng(5).normal(0, 0.02, 400)
+FLAT = np.concatenate((curve(100), np.full(300, curve(100)[-20:].mean()))) + np.random.default_rng(5).normal(
+    0, 0.02, 400
+)
 UP_AGAIN = np.concatenate((curve(300), np.linspace(4, 6.5, 100)))
 
 # (name, a history with the fault, one that comes near to it)
@@ -137,7 +137,7 @@ FAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     (
         "batch_below_noise_scale",
-        {"gradient_noise": np.full(400, 12_000.0)},
+        {"gradient_noise": np.full(400, 14_000.0)},
         {"gradient_noise": np.full(400, 12_000.0), "gradient_signal": np.random.default_rng(6).normal(1, 20, 400)},
     ),
     ("clipping_always", {"grad_norm": norms() * 3}, {"grad_norm": norms() * 3, "max_grad_norm": 0.0}),

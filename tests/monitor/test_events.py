@@ -22,7 +22,7 @@ def test_the_page_has_the_fields_of_every_kind_with_their_types() -> None:
 def test_every_kind_is_told_in_words() -> None:
     assert set(_WORDS) == set(EVENT_FIELDS)
     assert all(in_words({"event": kind}) for kind in EVENT_FIELDS)
-    assert in_words({"event": "sampled", "samples": [{}, {}]}) == "wrote 2 samples"
+    assert in_words({"event": "sampled", "samples": [{}, {}]}) == "samples of 2 prompts"
 
 
 def test_every_event_that_is_written_in_the_code_is_declared() -> None:

@@ -39,7 +39,16 @@ def train(tiny_config: Path, tmp_path: Path) -> Callable[..., Path]:
         recipe = run_path(str(bundled("recipes", "pretrain.py")))["main"]
         config = load_config(str(tiny_config))
         tokens = ["--train_tokens", str(12 * config.training.global_batch_tokens), "--preflight", "false"]
-        start = ["--config", str(tiny_config), "--output_dir", str(tmp_path / name), "--gguf", "[]", "--verify", "false"]
+        start = [
+            "--config",
+            str(tiny_config),
+            "--output_dir",
+            str(tmp_path / name),
+            "--gguf",
+            "[]",
+            "--verify",
+            "false",
+        ]
         recipe([*start, *tokens, "--eval_steps", "8", "--save_steps", "8", *settings])
         return tmp_path / name
 

@@ -22,7 +22,7 @@ from hf_tinylm.training.trainer import LMTrainer
 
 Make = Callable[..., LMTrainer]
 
-# A model whose gradient at each target is MEAN + noise of a known, uneven covariance: the loss is linear in its weights.
+# A model whose gradient at each target is MEAN + noise of a known, uneven covariance: the loss is linear in weights.
 # Run in this process, and by each of two that torch.distributed joins.
 PROBLEM = """
 import contextlib, json, os, sys
