@@ -37,6 +37,7 @@ from hf_tinylm.modeling import model as modeling
 from hf_tinylm.modeling.factory import load_model
 from hf_tinylm.tokenization.load import load_tokenizer
 from hf_tinylm.training.metrics import read_rows
+from hf_tinylm.training.prefetch import Prefetched
 from hf_tinylm.training.update import Update
 
 RATE, UPDATES, BATCH_TOKENS = 4e-3, 250, 1_024
@@ -226,14 +227,14 @@ def neighbour_on_the_machine(run: Path, *settings: str) -> None:
 
 
 def slow_disk(run: Path, *settings: str) -> None:
-    """Each micro-batch of windows takes 0.15 seconds to read."""
+    """Each micro-batch of windows takes 0.15 seconds to read, and none is read ahead."""
     own = TokenWindows.batch
 
     def batch(self: TokenWindows, ks: Any) -> dict[str, torch.Tensor]:
         time.sleep(0.15 if self.order != "sequential" else 0.0)
         return own(self, ks)
 
-    with mock.patch.object(TokenWindows, "batch", batch):
+    with mock.patch.object(TokenWindows, "batch", batch), mock.patch.object(Prefetched, "ahead"):
         train(run, *settings)
 
 

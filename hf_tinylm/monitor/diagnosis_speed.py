@@ -41,10 +41,11 @@ def input_starvation(history: History) -> str | None:
 
 
 def checkpoints_cost(history: History) -> str | None:
-    """Two saves or more held training up for over a tenth of the wall time."""
+    """Two saves or more held training up for over a tenth of the time since the first update."""
     saves = [event for event in history.events if event.get("event") == "saved"]
-    stalls, wall = np.nan_to_num(column(saves, "stall_seconds")), history.last("wall_seconds")
-    if len(stalls) < 2 or not wall or stalls.sum() <= _SAVING * wall:
+    stalls, told = np.nan_to_num(column(saves, "stall_seconds")), history["wall_seconds"]
+    wall = float(told[-1] - told[0]) if len(told) else 0.0  # without the start-up
+    if len(stalls) < 2 or not wall > 0 or stalls.sum() <= _SAVING * wall:
         return None
     share = f"{stalls.sum() / wall:.0%}"
     return f"{len(stalls)} saves held training up for {stalls.sum():,.1f} of {wall:,.1f} seconds: {share}"

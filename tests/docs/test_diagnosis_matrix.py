@@ -18,7 +18,7 @@ SMALL += " --per_device_train_batch_size 8 --learning_rate 0.02"
 SHORT = f"--train_tokens {60 * SCRIPT['BATCH_TOKENS']}"  # where the fault is one of time
 FAULTS: list[tuple[str, str, set[str]]] = [
     ("unshifted_targets", SHORT, {"first_loss_far_from_uniform", "loss_too_good"}),
-    ("missing_division", SHORT, {"training_loss_a_multiple", "clipping_always"}),
+    ("missing_division", f"{SHORT} --per_device_train_batch_size 4", {"training_loss_a_multiple", "clipping_always"}),
     ("five_bad_batches", "", {"spike_that_recovered", "norm_spikes"}),
     ("weights_damaged", "", {"spike_that_stayed"}),
     ("rate_far_too_high", "", {"divergence"}),

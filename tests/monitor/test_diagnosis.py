@@ -209,18 +209,18 @@ def test_thirty_thousand_updates_are_judged_in_a_moment() -> None:
 def test_diagnose_tells_evidence_meaning_and_next_step(
     write_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_run(updates=40)
+    folder = write_run(updates=39)
     assert main(["diagnose", str(folder)]) == 0  # 33% of its updates are clipped, its vocabulary is not known
-    assert capsys.readouterr().out == "Nothing was found in 40 updates.\n"
+    assert capsys.readouterr().out == "Nothing was found in 39 updates.\n"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     text = "".join(json.dumps({**row, "grad_norm": 3.0}) + "\n" for row in rows if "loss" in row)
     (folder / "metrics.jsonl").write_text(text)
     assert main(["diagnose", str(folder), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
-    assert (told["updates"], told["status"]) == (40, "running")
+    assert (told["updates"], told["status"]) == (39, "running")
     assert [sorted(one) for one in told["findings"]] == [["evidence", "meaning", "name", "next_step", "title"]]
     assert told["findings"][0]["name"] == "clipping_always"
-    assert told["findings"][0]["evidence"].startswith("100% of the last 40 updates had a norm above 1;")
+    assert told["findings"][0]["evidence"].startswith("100% of the last 39 updates had a norm above 1;")
     assert main(["diagnose", str(folder)]) == 1
     shown = capsys.readouterr().out
     assert "Nearly every update is clipped\n  seen     100%" in shown

@@ -152,7 +152,7 @@ def test_the_numbers_of_a_run_do_not_change_when_its_noise_is_measured_and_a_res
 ) -> None:
     own = {"gradient_signal", "gradient_noise", "noise_scale", "noise_scale_error", "signal_share"}
     own |= {"update_cosine", "adam_signal", "adam_signal_of_noise"}
-    clocks = {"seconds", "tokens_per_second", "flops_per_second", "wall_seconds"}
+    clocks = {"seconds", "data_seconds", "tokens_per_second", "flops_per_second", "wall_seconds"}
     fields = {"train_tokens": 24 * 256, "save_strategy": "steps", "save_steps": 19}
     rows, weights = {}, {}
     for name in ("on", "off"):
