@@ -18,7 +18,7 @@ from hf_tinylm.cli import main
 from hf_tinylm.errors import RunStopped
 from hf_tinylm.files import bundled
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NO_SIDEWAYS = "document.documentElement.scrollWidth <= window.innerWidth"
 
 
