@@ -157,7 +157,7 @@ class RunRecord:
             "attn_implementation": trainer.model.config._attn_implementation,
             "tf32": args.tf32,
         }
-        facts = {"note": args.note, "expect": args.expect}
+        facts: dict[str, Any] = {"note": args.note, "expect": args.expect}
         facts["expected_tokens_per_second"] = trainer.expected_tokens_per_second
         return new_contract(identity, execution, trainer.run_config, facts)
 

@@ -383,7 +383,7 @@ class LMTrainer(Trainer):
             "mfu": None if peak is None else flops * per_second / (peak * self.accelerator.num_processes),
             "wall_seconds": round(clocks.wall_seconds, 3),
         }
-        self._row |= self.noise.row(self._row["step"], result.requests[3:], result.targets, result.grad_norm)
+        self._row |= self.noise.row(self.state.global_step, result.requests[3:], result.targets, result.grad_norm)
         parts = {"loss_by_source": by_source(self.sources, result.source_sums)} if self.sources else {}
         self.record.metrics.append(self._row | parts)
 
