@@ -52,7 +52,7 @@ def test_pretrain_writes_every_file_of_a_run_and_its_export(tiny_config: Path, t
     found = {path.name for path in run.iterdir()}
     assert found == {
         *("run.json", "metrics.jsonl", "events.jsonl", "DONE.json", "final", "tiny-F32.gguf", "tiny-F16.gguf"),
-        "Modelfile",
+        *("Modelfile", "report.html", "hardware.jsonl"),
         *("checkpoint-00000002", "checkpoint-00000004", "checkpoint-00000006"),
     }
     assert {path.name for path in (run / "final").iterdir()} >= {

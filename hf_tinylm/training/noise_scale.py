@@ -91,7 +91,7 @@ class NoiseMeter:
         enabled: bool = True,
     ) -> None:
         self.optimizer, self.processes, self.scaler, self.enabled = optimizer, processes, scaler, enabled
-        self.betas: tuple[float, float] = optimizer.param_groups[0]["betas"]
+        self.adam = [group for group in optimizer.param_groups if "betas" in group]  # other groups have other moments
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._stride = _stride(sum(parameter.numel() for parameter in self.parameters))
         self._measured: deque[tuple[float, float]] = deque(maxlen=WINDOW)
@@ -123,7 +123,7 @@ class NoiseMeter:
     def before_update(self, number: int) -> None:
         """Look at Adam's direction before the zero-based update, where that is due."""
         self._first = None
-        due = self.enabled and (number + 1) % ADAM_EVERY == 0 and number + 1 >= _ADAM_FROM
+        due = self.enabled and self.adam and (number + 1) % ADAM_EVERY == 0 and number + 1 >= _ADAM_FROM
         self._before = self._direction()[0] if due else None
 
     def row(self, step: int, summed: Sequence[float], targets: int, grad_norm: float) -> dict[str, float | None]:
@@ -150,7 +150,7 @@ class NoiseMeter:
             after, ratio = self._direction()
             found["update_cosine"] = float(torch.nn.functional.cosine_similarity(self._before, after, dim=0))
             found["adam_signal"] = ratio
-            found["adam_signal_of_noise"] = adam_signal_of_noise(*self.betas, step)
+            found["adam_signal_of_noise"] = adam_signal_of_noise(*self.adam[0]["betas"], step)
             self._before = None
         return found
 
@@ -158,14 +158,14 @@ class NoiseMeter:
     def _direction(self) -> tuple[torch.Tensor, float]:
         """Adam's last step per unit of rate, without decay, of a sample of all elements; and their mean |m|/sqrt(v)."""
         first, second = [], []
-        group, corrected = self.optimizer.param_groups[0], (1.0, 1.0)
-        for parameter in self.parameters:
+        group, corrected = self.adam[0], (1.0, 1.0)
+        for parameter in (parameter for each in self.adam for parameter in each["params"]):
             state = self.optimizer.state.get(parameter)
             if not state:
                 continue
             first.append(state["exp_avg"].flatten()[:: self._stride])
             second.append(state["exp_avg_sq"].flatten()[:: self._stride])
-            corrected = tuple(1 - beta ** float(state["step"]) for beta in self.betas)
+            corrected = tuple(1 - beta ** float(state["step"]) for beta in group["betas"])
         if not first:
             return torch.zeros(1), math.nan
         m, v = torch.cat(first) / corrected[0], (torch.cat(second) / corrected[1]).sqrt()
