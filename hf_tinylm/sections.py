@@ -9,6 +9,11 @@ from typing import Any, Literal
 from .gguf_plan import GGUFType
 
 
+Optim = Literal["adamw", "muon"]
+LRSchedule = Literal["cosine", "constant", "linear", "wsd"]
+DecayShape = Literal["linear", "cosine", "sqrt"]
+
+
 @dataclass
 class ModelSection:
     """Shape of the model. Parameter names and file format are those of stock Llama (with `qk_norm`: Qwen3)."""
@@ -128,7 +133,17 @@ class TrainingSection:
     global_batch_tokens: int = 524_288
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int | None = None  # None: as in training
+    optim: Optim = "adamw"  # muon: torch.optim.Muon for hidden matrices, AdamW for embedding, head and norm gains
     learning_rate: float = 6e-4
+    embedding_lr_ratio: float = 1.0  # of muon: AdamW's rates, as multiples of learning_rate
+    head_lr_ratio: float = 1.0  # of an untied head
+    gain_lr_ratio: float = 1.0
+    muon_momentum: float = 0.95
+    muon_momentum_warmup_steps: int = 0  # updates over which it rises from 0.85
+    muon_ns_steps: int = 5  # Newton-Schulz steps
+    lr_schedule: LRSchedule = "cosine"  # after the warmup; wsd: stable until the last decay_fraction of the updates
+    decay_fraction: float = 0.2
+    decay_shape: DecayShape = "linear"  # sqrt: 1 - sqrt(share of the decay that is done)
     min_lr_ratio: float = 0.1
     warmup_steps: int = 0
     weight_decay: float = 0.1

@@ -31,6 +31,11 @@ IDENTITY_ARGUMENTS = (
     *("learning_rate", "min_lr_ratio", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("max_grad_norm", "bf16", "fp16", "nonfinite", "nonfinite_limit", "seed", "eval_tokens"),
 )
+# Recorded where they are not the default, so that runs of versions without them go on.
+ADDED_ARGUMENTS = (
+    *("optim", "embedding_lr_ratio", "head_lr_ratio", "gain_lr_ratio", "muon_momentum", "muon_momentum_warmup_steps"),
+    *("muon_ns_steps", "lr_schedule", "decay_fraction", "decay_shape"),
+)
 # Execution whose change alters the order of floating-point sums.
 CHANGES_BITS = (
     *("processes", "device", "cpu_threads", "per_device_train_batch_size", "torch_compile", "torch"),
@@ -131,6 +136,7 @@ class RunRecord:
         identity = {
             "model": trainer.model.config.identity,
             "training": {name: getattr(args, name) for name in IDENTITY_ARGUMENTS}
+            | {name: value for name in ADDED_ARGUMENTS if (value := getattr(args, name)) != getattr(type(args), name)}
             | {"train_tokens": plan.supervised_tokens, "global_batch_tokens": plan.global_batch_tokens}
             | {"init_from": self._lineage(known)},
             "data": {

@@ -30,10 +30,10 @@ from .clocks import budget_reached, synchronise
 from .interrupt import INTERRUPT
 from .metrics import peak_flops
 from .nonfinite import describe_failure
-from .optimizer import adamw
+from .optimizer import optimizer_of, set_momentum
 from .random_state import restore_random, undisturbed_random
 from .record import RunRecord
-from .schedule import CosineSchedule
+from .schedule import momentum_at, schedule_of
 from .source_loss import by_source, training_sources
 from .update import Update, UpdateResult
 from .validation import evaluation_row, validate
@@ -85,7 +85,7 @@ class LMTrainer(Trainer):
         if not isinstance(args, LMTrainingArguments):
             raise ConfigError(f"LMTrainer needs LMTrainingArguments, not {type(args).__name__}.")
         self.plan = plan_run(args, train_dataset)
-        self.schedule = CosineSchedule(args.learning_rate, args.min_lr_ratio, int(args.warmup_steps), self.plan.updates)
+        self.schedule = schedule_of(args, self.plan.updates)
         self.output_dir = Path(str(args.output_dir))
         self.sources = training_sources(args.source_loss, train_dataset)
         self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
@@ -142,11 +142,9 @@ class LMTrainer(Trainer):
                 self.record.close()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW with decayed matrices and undecayed gains, float32 asserted."""
+        """The optimizer that `optim` names, with decayed matrices and undecayed gains, float32 asserted."""
         if self.optimizer is None:
-            args = self.args
-            betas = (args.adam_beta1, args.adam_beta2)
-            self.optimizer = adamw(model or self.model, args.learning_rate, betas, args.adam_epsilon, args.weight_decay)
+            self.optimizer = optimizer_of(model or self.model, self.args)
         return self.optimizer
 
     def get_train_dataloader(self) -> Iterator[list[dict[str, torch.Tensor]]]:  # type: ignore[override]
@@ -263,7 +261,9 @@ class LMTrainer(Trainer):
 
     def _attempt(self, batches: list[dict[str, torch.Tensor]], updates: Update, done_before: int) -> UpdateResult:
         """One update; with float16, tried again at a lower scale while its gradients overflow."""
-        rate = self.schedule(self.state.global_step)
+        rate, args = self.schedule(self.state.global_step), self.args
+        momentum = momentum_at(self.state.global_step, args.muon_momentum, args.muon_momentum_warmup_steps)
+        set_momentum(self.optimizer, momentum)
         for _ in range(OVERFLOW_LIMIT):
             result = updates.run(batches, rate, lambda: self._requests(done_before + 1))
             if not result.overflow:

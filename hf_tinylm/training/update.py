@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..modeling.loss import count_targets
+from .optimizer import set_rates
 from .source_loss import SOURCE_IDS, source_sums
 
 
@@ -114,8 +115,7 @@ class Update:
     def _commit(self, learning_rate: float, norm: torch.Tensor) -> None:
         if self.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_rates(self.optimizer, learning_rate)
         if self.scaler is None:
             self.optimizer.step()
         else:
