@@ -213,7 +213,9 @@ def _check_settings_of(config: RunConfig, key: str, needed: str, settings: tuple
     for name in settings:
         value = getattr(config.training, name)
         if chosen != needed and value != getattr(default, name):
-            raise ConfigError(f"{name}={value} has no effect with {key}={chosen}. Give {key}: {needed}, or leave it out.")
+            raise ConfigError(
+                f"{name}={value} has no effect with {key}={chosen}. Give {key}: {needed}, or leave it out."
+            )
 
 
 def _check_conversations(sources: list[ConversationSource]) -> None:

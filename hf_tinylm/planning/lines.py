@@ -57,12 +57,14 @@ def _budget_lines(plan: dict[str, Any]) -> list[str]:
         f"updates       {plan['updates']:,} of {plan['global_batch_tokens']:,} tokens{accumulation}",
         f"              the last one {plan['last_update_tokens']:,} tokens, its tail masked",
         f"compute       {plan['total_flops']:.4g} FLOPs; {plan['total_flops_with_attention']:.4g} with attention",
+        *([f"              {plan['optimizer_flops']:.4g} more for Muon"] if plan["optimizer_flops"] else []),
     ]
 
 
 def _disk_lines(plan: dict[str, Any]) -> list[str]:
     sizes = ", ".join(f"{kind} {size(plan['export_bytes'][kind])}" for kind in ("f16", "q8_0", "q4_0", "q4_k_m"))
-    lines = [f"checkpoint    {size(plan['checkpoint_bytes'])} (12 bytes per parameter)"]
+    each = plan["checkpoint_bytes"] / plan["parameters"]
+    lines = [f"checkpoint    {size(plan['checkpoint_bytes'])} ({each:.3g} bytes per parameter)"]
     if plan["rotation_bytes"] is not None:
         lines.append(
             f"disk          {size(plan['rotation_bytes'])} for {plan['checkpoints_at_once']} checkpoints at once, "

@@ -12,6 +12,7 @@ from ..gguf_plan import GGUF_TYPES, file_bytes
 from ..sections import RunConfig
 from .disk import checkpoints_kept, id_bytes
 from .memory import MemorySettings, peak_memory
+from .optimizer import checkpoint_bytes, optimizer_flops
 from .pack_facts import PackFacts, pack_facts
 from .shape import ModelShape, export_bytes, uniform_loss
 from .speed import Assumptions, named_device, speed
@@ -121,7 +122,8 @@ def _size(shape: ModelShape, config: RunConfig, loss: float | None) -> dict[str,
 
 
 def _budget(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pack: PackFacts) -> dict[str, Any]:
-    length, batch = config.data.sequence_length, config.training.global_batch_tokens
+    training, length = config.training, config.data.sequence_length
+    batch = training.global_batch_tokens
     reference = TOKENS_PER_PARAMETER * shape.parameters
     found: dict[str, Any] = {
         "train_tokens": None,
@@ -137,6 +139,8 @@ def _budget(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pa
         "total_flops": None,
         "total_flops_with_attention": None,
         "total_flops_causal": None,
+        "optimizer_flops_per_update": optimizer_flops(shape, training.optim, training.muon_ns_steps),
+        "optimizer_flops": None,
         "available_tokens": pack.targets,
         "available_tokens_from": pack.origin,
         "epochs": None,
@@ -156,6 +160,7 @@ def _budget(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pa
         "total_flops": tokens * shape.flops_per_token(),
         "total_flops_with_attention": tokens * shape.flops_per_token_with_attention(length),
         "total_flops_causal": tokens * shape.flops_per_token_causal(length),
+        "optimizer_flops": updates.updates * found["optimizer_flops_per_update"],
         "epochs": tokens / pack.targets if pack.targets else None,
     }
 
@@ -170,12 +175,13 @@ def _disk(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pack
         )  # fmt: skip
     exports = {kind: file_bytes(shape, kind) for kind in GGUF_TYPES}
     final = 4 * shape.parameters + export_bytes(shape, config.export.gguf)
-    rotation = None if kept is None else (kept + 1) * shape.checkpoint_bytes
+    checkpoint = checkpoint_bytes(shape, training.optim)
+    rotation = None if kept is None else (kept + 1) * checkpoint
     ids, origin = pack.ids, pack.origin
     if ids is None and updates is not None:  # as many as one epoch of the budget needs
         ids, origin = math.ceil(updates.train_tokens / (1 - config.data.validation_fraction)), "one epoch of the budget"
     return {
-        "checkpoint_bytes": shape.checkpoint_bytes,
+        "checkpoint_bytes": checkpoint,
         "checkpoints_at_once": None if kept is None else kept + 1,  # the one being written beside those that stay
         "rotation_bytes": rotation,
         "gguf_f16_bytes": shape.gguf_f16_bytes,
@@ -203,6 +209,7 @@ def _memory(shape: ModelShape, config: RunConfig, asked: Assumptions) -> dict[st
                 eager_attention=config.model.attn_implementation == "eager",
                 document_attention=config.data.document_attention,
                 on_cpu=place == "cpu",
+                optim=training.optim,
             )
             estimates[place, checkpointing] = peak_memory(shape, settings)
     place = "cpu" if on_cpu else "gpu"

@@ -150,7 +150,9 @@ class LMTrainingArguments(TrainingArguments):
                 f"warmup_steps={self.warmup_steps} must be a whole number of updates, not a share of the run."
             )
         if self.optim not in get_args(Optim):
-            raise ConfigError(f"optim={self.optim!r} is not supported by LMTrainer: give {' or '.join(get_args(Optim))}.")
+            raise ConfigError(
+                f"optim={self.optim!r} is not supported by LMTrainer: give {' or '.join(get_args(Optim))}."
+            )
         if self.max_cost is not None and self.price_per_hour is None:
             raise ConfigError(f"max_cost={self.max_cost:g} needs a price. Give price_per_hour.")
         for name in ("eval_strategy", "save_strategy", "logging_strategy"):

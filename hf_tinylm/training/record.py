@@ -14,6 +14,7 @@ from ..data.local_copy import local_copy
 from ..errors import CheckpointError, ContractError
 from ..files import read_json, refuse_folder_in_use, sha256_of_json
 from ..planning.disk import checkpoints_kept
+from ..planning.optimizer import checkpoint_bytes
 from .checkpoint import Snapshot, list_checkpoints, read_checkpoint, select_checkpoint, set_aside_newer
 from .clocks import Clocks
 from .folder import RunLock, check_disk, is_start_that_was_killed, leftovers, remove_leftovers, size_of
@@ -202,9 +203,10 @@ class RunRecord:
         there = len(list_checkpoints(output_dir))
         checkpoints = max(0, kept - there) + 1
         final = 4 * shape.parameters
-        needed = int(checkpoints * shape.checkpoint_bytes + final + trainer.export_bytes)
+        each = checkpoint_bytes(shape, args.optim)
+        needed = int(checkpoints * each + final + trainer.export_bytes)
         needed -= sum(size_of(path) for path in leftovers(output_dir))  # removed before anything is written
-        what = f"{checkpoints} checkpoints of {shape.checkpoint_bytes / 1e9:.2f} GB, the final model and exports"
+        what = f"{checkpoints} checkpoints of {each / 1e9:.2f} GB, the final model and exports"
         return needed, what
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -282,9 +284,8 @@ class RunRecord:
         """Let the clocks go on from a checkpoint's; what an event says of the rows beyond it, which go next."""
         if not self.main:
             return {}
-        shape, length = self.trainer.model.config.shape, self.trainer.plan.sequence_length
         rows, events = self.metrics.rows(), self.events.rows()
-        thrown_away = self.clocks.continue_from(state, step, rows, events, shape.flops_per_token_with_attention(length))
+        thrown_away = self.clocks.continue_from(state, step, rows, events, self.trainer.flops)
         dropped = sum(row["step"] > step for row in rows)
         return {"dropped_rows": dropped, **thrown_away, "wall_seconds": round(self.clocks.wall_seconds, 6)}
 

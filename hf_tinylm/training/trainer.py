@@ -23,6 +23,7 @@ from ..errors import ConfigError, RunStopped, TrainingError
 from ..modeling.model import TinyLMForCausalLM
 from ..modeling.projected_loss import compilable_chunk_loss
 from ..modeling.stock import save_stock_model
+from ..planning.optimizer import RunFlops
 from .arguments import LMTrainingArguments, plan_run
 from .batches import micro_batches
 from .callbacks import ProgressBar
@@ -86,6 +87,8 @@ class LMTrainer(Trainer):
             raise ConfigError(f"LMTrainer needs LMTrainingArguments, not {type(args).__name__}.")
         self.plan = plan_run(args, train_dataset)
         self.schedule = schedule_of(args, self.plan.updates)
+        shape = model.config.shape
+        self.flops = RunFlops.of(shape, self.plan.sequence_length, args.optim, args.muon_ns_steps)
         self.output_dir = Path(str(args.output_dir))
         self.sources = training_sources(args.source_loss, train_dataset)
         self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
@@ -343,9 +346,9 @@ class LMTrainer(Trainer):
         self.state.global_step += 1
         self.supervised_tokens += result.targets
         self.state.epoch = self.state.global_step * plan.windows_per_update / len(self.train_dataset)
-        flops = self.model.config.shape.flops_per_token_with_attention(plan.sequence_length)
+        flops = self.flops.per_token
         clocks.training_seconds += seconds
-        clocks.flops += flops * result.targets
+        clocks.flops += self.flops(1, result.targets)
         per_second = result.targets / seconds
         peak = peak_flops() if self.args.device.type == "cuda" and self.args.bf16 else None
         self._row = {
