@@ -22,7 +22,7 @@ SECTION, VOCABULARY = ModelSection(320, 6, 5, 5, 864), 8_192  # 10 million param
 ROWS, LENGTH, ACCUMULATION, UPDATES, ROUNDS = 16, 512, 2, 4, 3
 
 
-class _Rows(Dataset[dict[str, torch.Tensor]]):
+class StockRows(Dataset[dict[str, torch.Tensor]]):
     """Windows as a stock Trainer reads them."""
 
     def __init__(self, windows: TokenWindows) -> None:
@@ -44,7 +44,7 @@ def stock_times(model: PreTrainedModel, windows: TokenWindows, folder: Path, bf1
         max_steps=UPDATES, bf16=bf16, use_cpu=not torch.cuda.is_available(), logging_steps=1, save_strategy="no",
         report_to="none", disable_tqdm=True, remove_unused_columns=False,
     )  # fmt: skip
-    Trainer(model, args, train_dataset=_Rows(windows), callbacks=[times]).train()
+    Trainer(model, args, train_dataset=StockRows(windows), callbacks=[times]).train()
     return times.seconds
 
 

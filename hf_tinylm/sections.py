@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from .gguf_plan import GGUFType
 
-
 Optim = Literal["adamw", "muon"]
 LRSchedule = Literal["cosine", "constant", "linear", "wsd"]
 DecayShape = Literal["linear", "cosine", "sqrt"]

@@ -20,8 +20,9 @@ from ..sections import DecayShape, LRSchedule, Optim, RunConfig
 
 HONOURED = frozenset(
     """
-    output_dir per_device_train_batch_size per_device_eval_batch_size learning_rate warmup_steps weight_decay optim
-    adam_beta1 adam_beta2 adam_epsilon max_grad_norm bf16 fp16 tf32 torch_compile torch_compile_backend torch_compile_mode
+    output_dir per_device_train_batch_size per_device_eval_batch_size learning_rate warmup_steps weight_decay
+    optim adam_beta1 adam_beta2 adam_epsilon max_grad_norm bf16 fp16 tf32 torch_compile torch_compile_backend
+    torch_compile_mode
     activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
     use_cache logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica
     disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy

@@ -100,7 +100,7 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
     base = ["--cpu_threads", "1", "--bf16", "false"]
     plain = training_arguments(load_config(None, [*base, "--output_dir", str(tmp_path)]))
     needed = {"max_cost": ["--price_per_hour", "1"], "init_optimizer": ["--init_from", "x"]}
-    needed |= dict.fromkeys(OF_MUON, ["--optim", "muon"]) | dict.fromkeys(OF_WSD, ["--lr_schedule", "wsd"])
+    needed |= {key: ["--optim", "muon"] for key in OF_MUON} | {key: ["--lr_schedule", "wsd"] for key in OF_WSD}
     unchanged = []
     for key, value in other.items():
         together = needed.get(key, [])
