@@ -51,7 +51,7 @@ from .train import StockRows
 LENGTH, EVERY = 512, 100
 PEER = {"hidden_size": 320, "num_hidden_layers": 6, "num_attention_heads": 5, "intermediate_size": 864}
 PEER_VOCABULARY, PEER_ROWS, PEER_ACCUMULATION, PEER_RATE = 8_192, 16, 2, 1e-3
-CALIBRATION_UPDATES, CURVE_POINTS, SAFETY = 12, 24, 0.98
+CALIBRATION_UPDATES, CURVE_POINTS, SAFETY = 8, 24, 0.98
 
 
 @dataclass(frozen=True)

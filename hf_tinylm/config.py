@@ -172,6 +172,8 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError("bf16 and fp16 are both true; one precision is needed. Leave out one of them.")
     if training.init_optimizer and training.init_from is None:
         raise ConfigError("init_optimizer is true, but init_from names no checkpoint. Give it: --init_from DIR.")
+    if training.branch_from is not None and training.init_from is not None:
+        raise ConfigError("init_from and branch_from both say where the run starts. Leave out one of them.")
     _check_settings_of(config, "optim", "muon", OF_MUON)
     _check_settings_of(config, "lr_schedule", "wsd", OF_WSD)
     if training.epochs != 1 and training.train_tokens != "epoch":

@@ -169,6 +169,7 @@ class TrainingSection:
     resume_from_checkpoint: str | None = None  # a checkpoint folder, or auto
     init_from: str | None = None  # start a new run from the weights of a checkpoint or model folder
     init_optimizer: bool = False  # and from the optimizer's moments of that checkpoint
+    branch_from: str | None = None  # go on from another run's checkpoint with its windows, to another end of the rates
     nonfinite: Literal["stop", "skip"] = "stop"  # what a loss or gradient that is not finite does
     nonfinite_limit: int = 10  # skipped updates after which the run stops all the same
     stop_after_updates: int | None = None  # budgets of one invocation: end after a save, exit code 3

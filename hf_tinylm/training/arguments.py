@@ -128,6 +128,7 @@ class LMTrainingArguments(TrainingArguments):
     eval_tokens: int = 1_048_576
     init_from: str | None = None
     init_optimizer: bool = False
+    branch_from: str | None = None
     source_loss: bool = False
     stage_dir: str | None = None
     nonfinite: Literal["stop", "skip"] = "stop"
@@ -265,7 +266,7 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
 
 _SAME_NAME = (
     *("save_minutes", "save_total_limit", "save_best", "milestone_steps", "save_in_background", "init_from"),
-    *("init_optimizer", "nonfinite", "nonfinite_limit", "stop_after_updates", "max_hours", "max_cost"),
+    *("init_optimizer", "branch_from", "nonfinite", "nonfinite_limit", "stop_after_updates", "max_hours", "max_cost"),
     *("optim", "learning_rate", "embedding_lr_ratio", "head_lr_ratio", "gain_lr_ratio", "muon_momentum"),
     *("muon_momentum_warmup_steps", "muon_ns_steps", "lr_schedule", "decay_fraction", "decay_shape", "min_lr_ratio"),
     *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),

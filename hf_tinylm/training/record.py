@@ -18,7 +18,7 @@ from ..planning.optimizer import checkpoint_bytes
 from .checkpoint import Snapshot, list_checkpoints, read_checkpoint, select_checkpoint, set_aside_newer
 from .clocks import Clocks
 from .folder import RunLock, check_disk, is_start_that_was_killed, leftovers, remove_leftovers, size_of
-from .lineage import initialise_from, lineage
+from .lineage import check_branch, initialise_from, lineage
 from .metrics import EVENTS, METRICS, Events, JsonLines
 from .optimizer import load_optimizer_tensors, optimizer_tensors
 from .random_state import random_tensors
@@ -74,6 +74,10 @@ class RunRecord:
         contract = self._contract(known)
         self.identity_sha256 = sha256_of_json(contract["identity"])
         changed = check_contract(self.output_dir, contract) if known or folder is not None else []
+        branch = None
+        if folder is None and args.branch_from is not None:
+            branch = Path(args.branch_from)
+            check_branch(branch, contract["identity"], self.trainer.schedule)
         if folder is None and args.init_from is not None:
             start = str(self._nearby(Path(args.init_from), "init_from"))
             initialise_from(start, args.init_optimizer, self.trainer.model, self.trainer.optimizer)
@@ -88,13 +92,20 @@ class RunRecord:
             self._tell(trace, passed_over, changed)
         self.trainer.accelerator.wait_for_everyone()  # all have selected their checkpoint before any is renamed
         if folder is not None:
-            self._restore(read_checkpoint(self._nearby(folder)), folder, changed)
+            snapshot = read_checkpoint(self._nearby(folder))
+            thrown_away = self._restore(snapshot, folder)
+            self.events.add("resumed", snapshot.step, checkpoint=folder.name, changed=changed, **thrown_away)
+            self._go_back_to(snapshot.step)
             return True
         plan = self.trainer.plan
-        thrown_away = self._continue_clocks({}, 0)
         dropped = getattr(self.trainer.train_dataset, "dropped_ids", None)  # ids that no window supervises
         facts = {"updates": plan.updates, "train_tokens": plan.supervised_tokens, "dropped_ids": dropped}
-        self.events.add("started", 0, **facts, **thrown_away)
+        if branch is not None:
+            snapshot = read_checkpoint(self._nearby(branch, "branch"))
+            self.metrics.begin_with(branch.parent / METRICS, snapshot.step)
+            self.events.add("started", snapshot.step, **facts, branch_from=str(branch), **self._restore(snapshot))
+            return True
+        self.events.add("started", 0, **facts, **self._continue_clocks({}, 0))
         self._go_back_to(0)
         return False
 
@@ -139,7 +150,10 @@ class RunRecord:
             "training": {name: getattr(args, name) for name in IDENTITY_ARGUMENTS}
             | {name: value for name in ADDED_ARGUMENTS if (value := getattr(args, name)) != getattr(type(args), name)}
             | {"train_tokens": plan.supervised_tokens, "global_batch_tokens": plan.global_batch_tokens}
-            | {"init_from": self._lineage(known)},
+            | {"init_from": self._lineage(known, "init_from", args.init_from, args.init_optimizer)}
+            | (
+                {"branch_from": self._lineage(known, "branch_from", args.branch_from, True)} if args.branch_from else {}
+            ),
             "data": {
                 "sequence_length": plan.sequence_length,
                 "window_order": getattr(trainer.train_dataset, "order", None),
@@ -161,15 +175,14 @@ class RunRecord:
         }
         return new_contract(identity, execution, trainer.run_config, {"note": args.note, "expect": args.expect})
 
-    def _lineage(self, known: bool) -> dict[str, Any] | None:
+    def _lineage(self, known: bool, key: str, start: str | None, with_optimizer: bool) -> dict[str, Any] | None:
         """What a branch started from: as recorded, since its parent may be gone by now, or read afresh."""
-        args = self.trainer.args
-        if args.init_from is None:
+        if start is None:
             return None
         if known:
-            recorded: dict[str, Any] | None = read_json(self.output_dir / RUN_FILE)["identity"]["training"]["init_from"]
+            recorded: dict[str, Any] | None = read_json(self.output_dir / RUN_FILE)["identity"]["training"].get(key)
             return recorded
-        return lineage(args.init_from, args.init_optimizer) if self.main else None
+        return lineage(start, with_optimizer) if self.main else None
 
     def _tell(self, trace: str | None, passed_over: list[str], changed: list[str]) -> None:
         """Say what is unusual about this start, on stderr and in the events."""
@@ -249,9 +262,10 @@ class RunRecord:
             state,
         )
 
-    def _restore(self, snapshot: Snapshot, folder: Path, changed: list[str]) -> None:
+    def _restore(self, snapshot: Snapshot, folder: Path | None = None) -> dict[str, Any]:
+        """Take up a checkpoint, of this run if its folder is given; what the clocks say of updates thrown away."""
         trainer, state = self.trainer, snapshot.trainer_state
-        if state.get("identity_sha256") != self.identity_sha256:
+        if folder is not None and state.get("identity_sha256") != self.identity_sha256:
             raise ContractError(
                 f"{folder} is a checkpoint of another run than {self.output_dir / RUN_FILE} records. Resume one of "
                 f"this run's own, or start a branch in a new output_dir: --init_from {folder}."
@@ -259,7 +273,7 @@ class RunRecord:
         missing, unexpected = trainer.model.load_state_dict(snapshot.weights, strict=False)
         tied = {"lm_head.weight"} if trainer.model.config.tie_word_embeddings else set()
         if unexpected or set(missing) - tied:
-            raise CheckpointError(f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}.")
+            raise CheckpointError(f"The checkpoint does not fit the model: missing {missing}, unexpected {unexpected}.")
         load_optimizer_tensors(trainer.optimizer, trainer.model, snapshot.optimizer)
         if len(snapshot.random_states) == trainer.accelerator.num_processes:
             trainer.random_state = snapshot.random_states[trainer.accelerator.process_index]
@@ -275,10 +289,8 @@ class RunRecord:
         for name, callback in trainer.stateful_callbacks().items():
             for key, value in state["callbacks"].get(name, {}).get("attributes", {}).items():
                 setattr(callback, key, value)
-        trainer.ended = bool(state["ended"])
-        thrown_away = self._continue_clocks(state["clocks"], snapshot.step)
-        self.events.add("resumed", snapshot.step, checkpoint=folder.name, changed=changed, **thrown_away)
-        self._go_back_to(snapshot.step)
+        trainer.ended = bool(state["ended"]) and folder is not None
+        return self._continue_clocks(state["clocks"], snapshot.step)
 
     def _continue_clocks(self, state: dict[str, Any], step: int) -> dict[str, Any]:
         """Let the clocks go on from a checkpoint's; what an event says of the rows beyond it, which go next."""

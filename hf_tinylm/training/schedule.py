@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..sections import DecayShape, LRSchedule
@@ -73,6 +73,15 @@ def schedule_of(args: LMTrainingArguments, updates: int) -> Schedule:
     warmup = int(args.warmup_steps)
     course = (args.lr_schedule, args.decay_fraction, args.decay_shape)
     return Schedule(args.learning_rate, args.min_lr_ratio, warmup, updates, *course)
+
+
+def recorded_schedule(training: dict[str, Any]) -> Schedule:
+    """The schedule of the run whose contract has these `training` settings; those that it lacks have their default."""
+    updates = -(-training["train_tokens"] // training["global_batch_tokens"])
+    names = ("learning_rate", "min_lr_ratio", "warmup_steps")
+    course = {name: training[name] for name in ("decay_fraction", "decay_shape") if name in training}
+    kind = training.get("lr_schedule", "cosine")
+    return Schedule(**{name: training[name] for name in names}, updates=updates, kind=kind, **course)
 
 
 def _between(high: float, low: float, progress: float, shape: DecayShape) -> float:

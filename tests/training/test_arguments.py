@@ -87,7 +87,7 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
         "max_grad_norm": 0.5, "torch_compile": "true", "gradient_checkpointing": "true", "use_cpu": "true",
         "logging_steps": 9, "eval_steps": 9, "save_steps": 9, "save_minutes": 9, "save_total_limit": 9,
         "resume_from_checkpoint": "auto", "report_to": "tensorboard", "run_name": "other", "seed": 9,
-        "save_best": "true", "milestone_steps": 9, "save_in_background": "false", "init_from": "other",
+        "save_best": "true", "milestone_steps": 9, "save_in_background": "false", "init_from": "other", "branch_from": "other",
         "init_optimizer": "true", "nonfinite": "skip", "nonfinite_limit": 9, "stop_after_updates": 9, "max_hours": 9.0,
         "max_cost": 9.0, "price_per_hour": 9.0, "note": "other", "expect": "other",
         "source_loss": "true", "stage_dir": "other", "epochs": 2, "optim": "muon", "embedding_lr_ratio": 9.0,
