@@ -76,7 +76,7 @@ def documents_of(files: list[Path]) -> list[str]:
 
 
 def task_of(documents: list[str], vocab_size: int, hold_out: int) -> Task:
-    """Train the tokenizer and encode; the documents at 0 of every 100 are never trained on, those at `hold_out` scored."""
+    """Train the tokenizer and encode; of 100 documents that at `hold_out` is scored, that at 0 never trained on."""
     read = [text for number, text in enumerate(documents) if number % EVERY not in (0, hold_out)]
     held_out = documents[hold_out::EVERY]
     tokenizer, _ = train_tokenizer(read, vocab_size)
@@ -252,6 +252,20 @@ def draw(results: list[dict[str, Any]], picture: Path) -> None:
     draw_losses(curves, picture, ("tokens", "hours"), "bits per byte of new text")
 
 
+def write(results: list[dict[str, Any]], facts: dict[str, Any], name: str) -> dict[str, float]:
+    """Write benchmarks/learning/NAME.json and NAME.png; the mean bits per byte of each system."""
+    scores: dict[str, list[float]] = {}
+    for result in results:
+        scores.setdefault(result["system"], []).append(result["bits_per_byte"])
+    means = {system: round(statistics.mean(found), 4) for system, found in scores.items()}
+    folder = Path(__file__).parent / "learning"
+    folder.mkdir(exist_ok=True)
+    content = json.dumps({**facts, "bits_per_byte": means, "results": results}, indent=1)
+    (folder / f"{name}.json").write_text(content + "\n", encoding="utf-8")
+    draw(results, folder / f"{name}.png")
+    return means
+
+
 def systems_of(
     configs: dict[str, RunConfig], documents: list[str], hold_out: int, peer: bool, keep: Path | None
 ) -> list[System]:
@@ -292,20 +306,15 @@ def main() -> None:
     torch.set_num_threads(cpu_threads(next(iter(configs.values())).training.cpu_threads))
     systems = systems_of(configs, documents_of(known.text), known.hold_out, bool(known.peer), known.keep)
     seconds = None if known.minutes is None else 60 * known.minutes
-    results = [found for system in systems for found in measure(system, known.seeds, seconds, known.tokens)]
-    means = {
-        system.name: round(statistics.mean(r["bits_per_byte"] for r in results if r["system"] == system.name), 4)
-        for system in systems
-    }
-    print(json.dumps(means))
     text = {system.name: system.task.facts for system in systems}
     asked = {"minutes": known.minutes, "tokens": known.tokens, "overrides": overrides, "text": text}
     facts = {"benchmark": "learn", "date": datetime.date.today().isoformat(), "machine": machine(), "asked": asked}
-    folder = Path(__file__).parent / "learning"
-    folder.mkdir(exist_ok=True)
-    content = json.dumps({**facts, "bits_per_byte": means, "results": results}, indent=1)
-    (folder / f"{known.name}.json").write_text(content + "\n", encoding="utf-8")
-    draw(results, folder / f"{known.name}.png")
+    results: list[dict[str, Any]] = []
+    for system in systems:
+        for found in measure(system, known.seeds, seconds, known.tokens):
+            results.append(found)
+            means = write(results, facts, known.name)  # each time: what was measured stays when a later run fails
+    print(json.dumps(means))
 
 
 if __name__ == "__main__":

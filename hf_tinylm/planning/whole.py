@@ -16,7 +16,7 @@ from .optimizer import checkpoint_bytes, optimizer_flops
 from .pack_facts import PackFacts, pack_facts
 from .shape import ModelShape, export_bytes, uniform_loss
 from .speed import Assumptions, named_device, speed
-from .updates import UpdatePlan, plan_updates
+from .updates import UpdatePlan, plan_updates, stable_updates
 
 TOKENS_PER_PARAMETER = 20  # a fit of one regime, arXiv 2203.15556: a line to compare with, no law
 
@@ -96,6 +96,13 @@ def _updates(config: RunConfig, asked: Assumptions, pack: PackFacts, problems: l
             f"warmup_steps={training.warmup_steps:,} leaves no update of this run's {plan.updates:,}. "
             f"Use {max(0, plan.updates - 1):,} or fewer, or more tokens."
         )
+    elif (
+        training.lr_schedule == "wsd" and stable_updates(plan.updates, training.decay_fraction) < training.warmup_steps
+    ):
+        problems.append(
+            f"decay_fraction={training.decay_fraction:g} of {plan.updates:,} updates begins before the end of "
+            f"warmup_steps={training.warmup_steps:,}. Lower one of them."
+        )
     return plan
 
 
@@ -141,6 +148,9 @@ def _budget(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pa
         "total_flops_causal": None,
         "optimizer_flops_per_update": optimizer_flops(shape, training.optim, training.muon_ns_steps),
         "optimizer_flops": None,
+        "optim": training.optim,
+        "lr_schedule": training.lr_schedule,
+        "stable_updates": None,
         "available_tokens": pack.targets,
         "available_tokens_from": pack.origin,
         "epochs": None,
@@ -148,6 +158,8 @@ def _budget(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pa
     if updates is None:
         return found
     tokens = updates.train_tokens
+    if training.lr_schedule == "wsd":
+        found["stable_updates"] = stable_updates(updates.updates, training.decay_fraction)
     micro = updates.per_device_train_batch_size * length * updates.world_size
     return found | {
         "train_tokens": tokens,

@@ -110,7 +110,7 @@ class LMTrainingArguments(TrainingArguments):
     global_batch_tokens: int = 524_288
     train_tokens: int | Literal["epoch"] = "epoch"
     epochs: float = 1.0
-    optim: Optim = "adamw"  # type: ignore[assignment]
+    optim: Optim = "adamw"
     embedding_lr_ratio: float = 1.0
     head_lr_ratio: float = 1.0
     gain_lr_ratio: float = 1.0
@@ -174,7 +174,8 @@ class LMTrainingArguments(TrainingArguments):
         os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16" if self.fp16 else "bf16" if self.bf16 else "no"
         if not self.use_cpu and not accelerator_present():
             self.use_cpu = True
-        optim, self.optim = self.optim, TrainingArguments.__dataclass_fields__["optim"].default
+        stock: Any = TrainingArguments.__dataclass_fields__["optim"].default  # which knows other names
+        optim, self.optim = self.optim, stock
         super().__post_init__()
         self.optim = optim
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = any(asked), asked[1], asked[2]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..planning.updates import stable_updates
 from ..sections import DecayShape, LRSchedule
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Schedule:
     @property
     def stable_updates(self) -> int:
         """Updates before the rate of a `wsd` course goes down, warmup included."""
-        return self.updates - max(1, round(self.decay_fraction * self.updates))
+        return stable_updates(self.updates, self.decay_fraction)
 
     def __call__(self, update: int) -> float:
         """The rate of the zero-based `update`."""

@@ -87,7 +87,7 @@ def test_a_branch_that_was_not_possible_from_there_is_refused_and_leaves_the_fol
         with pytest.raises(ContractError, match=told):
             make_trainer("child", **fields, branch_from=start[step]).train()
     (Path(start[4]) / "optimizer.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="optimizer.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors is missing"):
         make_trainer("child", **SHORT, branch_from=start[4]).train()
     shutil.copytree(start[5], long.output_dir.parent / "checkpoint-00000005")
     with pytest.raises(CheckpointError, match=r"has no run\.json"):
