@@ -139,6 +139,7 @@ class LMTrainingArguments(TrainingArguments):
     price_per_hour: float | None = None
     note: str | None = None
     expect: str | None = None
+    mirror_dir: str | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(TrainingArguments):
@@ -178,7 +179,8 @@ class LMTrainingArguments(TrainingArguments):
         optim, self.optim = self.optim, stock
         super().__post_init__()
         self.optim = optim
-        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = any(asked), asked[1], asked[2]
+        asked_for: Any = asked[0] or any(asked)  # "auto" is decided by LMTrainer, which knows the length of the run
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = asked_for, asked[1], asked[2]
 
 
 def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:
@@ -271,7 +273,7 @@ _SAME_NAME = (
     *("optim", "learning_rate", "embedding_lr_ratio", "head_lr_ratio", "gain_lr_ratio", "muon_momentum"),
     *("muon_momentum_warmup_steps", "muon_ns_steps", "lr_schedule", "decay_fraction", "decay_shape", "min_lr_ratio"),
     *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("price_per_hour", "note", "expect", "fp16", "epochs", "source_loss", "stage_dir"),
+    *("price_per_hour", "note", "expect", "fp16", "epochs", "source_loss", "stage_dir", "mirror_dir"),
 )
 
 
