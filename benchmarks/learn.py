@@ -147,10 +147,10 @@ class Losses(TrainerCallback):
     def __init__(self) -> None:
         self.values: list[float] = []
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         """Keep the loss of an update."""
         if "loss" in logs:
-            self.values.append(logs["loss"])
+            self.values.append(float(logs["loss"]))
 
 
 @dataclass
@@ -208,9 +208,14 @@ def measure(system: System, seeds: int, seconds: float | None, tokens: int | Non
         _, clock, _ = system.fit(0, CALIBRATION_UPDATES)
         update = clock.median
     for seed in range(seeds):
-        updates = int(SAFETY * seconds / update) if seconds is not None else (tokens or 0) // system.batch_tokens
+        updates = (
+            max(2, int(SAFETY * seconds / update)) if seconds is not None else (tokens or 0) // system.batch_tokens
+        )
         model, clock, losses = system.fit(seed, updates, seconds or float("inf"))
-        update, done = clock.at(len(clock.ends)) / len(clock.ends), len(clock.ends)
+        done = len(clock.ends)
+        if done < 2:
+            raise SystemExit(f"{system.name}: {seconds} seconds hold {done} updates; 2 or more are needed.")
+        update = clock.at(done) / done
         found = {
             "system": system.name,
             "seed": seed,
