@@ -45,8 +45,8 @@ from hf_tinylm.training.arguments import cpu_threads, training_arguments
 from hf_tinylm.training.curves import Curve, Points, draw_losses
 from hf_tinylm.training.trainer import LMTrainer
 
+from .contenders import Rows
 from .machine import machine
-from .train import StockRows
 
 LENGTH, EVERY = 512, 100
 PEER = {"hidden_size": 320, "num_hidden_layers": 6, "num_attention_heads": 5, "intermediate_size": 864}
@@ -197,7 +197,7 @@ class System:
             use_cpu=not torch.cuda.is_available(), logging_steps=1, save_strategy="no", report_to="none",
             disable_tqdm=True, remove_unused_columns=False,
         )  # fmt: skip
-        Trainer(model, args, train_dataset=StockRows(self.task.windows(seed)), callbacks=callbacks).train()
+        Trainer(model, args, train_dataset=Rows(self.task.windows(seed)), callbacks=callbacks).train()
         return model
 
 
