@@ -130,6 +130,8 @@ class LMTrainingArguments(TrainingArguments):
     init_optimizer: bool = False
     branch_from: str | None = None
     source_loss: bool = False
+    noise_scale: bool = True
+    peak_flops: float | None = None
     stage_dir: str | None = None
     nonfinite: Literal["stop", "skip"] = "stop"
     nonfinite_limit: int = 10
@@ -274,6 +276,7 @@ _SAME_NAME = (
     *("muon_momentum_warmup_steps", "muon_ns_steps", "lr_schedule", "decay_fraction", "decay_shape", "min_lr_ratio"),
     *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("price_per_hour", "note", "expect", "fp16", "epochs", "source_loss", "stage_dir", "mirror_dir"),
+    *("noise_scale", "peak_flops"),
 )
 
 

@@ -127,7 +127,7 @@ class RunRecord:
                 with self.clocks.measure("saving_seconds"):
                     self.saver.wait()
         finally:
-            self.mirror.flush()
+            self.mirror.finish()
             self.lock.release()
 
     def last_checkpoint(self) -> str | None:
