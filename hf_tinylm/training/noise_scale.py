@@ -91,7 +91,8 @@ class NoiseMeter:
         enabled: bool = True,
     ) -> None:
         self.optimizer, self.processes, self.scaler, self.enabled = optimizer, processes, scaler, enabled
-        self.betas: tuple[float, float] = optimizer.param_groups[0]["betas"]
+        self._adam = [group for group in optimizer.param_groups if "betas" in group]  # Muon has one moment, no signal
+        self.betas: tuple[float, float] = self._adam[0]["betas"]
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._stride = _stride(sum(parameter.numel() for parameter in self.parameters))
         self._measured: deque[tuple[float, float]] = deque(maxlen=WINDOW)
@@ -158,8 +159,8 @@ class NoiseMeter:
     def _direction(self) -> tuple[torch.Tensor, float]:
         """Adam's last step per unit of rate, without decay, of a sample of all elements; and their mean |m|/sqrt(v)."""
         first, second = [], []
-        group, corrected = self.optimizer.param_groups[0], (1.0, 1.0)
-        for parameter in self.parameters:
+        group, corrected = self._adam[0], (1.0, 1.0)
+        for parameter in (parameter for adam in self._adam for parameter in adam["params"]):
             state = self.optimizer.state.get(parameter)
             if not state:
                 continue

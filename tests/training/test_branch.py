@@ -32,7 +32,7 @@ SHORT = {**LONG, "train_tokens": 8 * 256 - 51}
 
 
 def untimed(folder: Path) -> list[dict[str, Any]]:
-    clocks = ("seconds", "tokens_per_second", "flops_per_second", "wall_seconds")
+    clocks = ("seconds", "data_seconds", "tokens_per_second", "flops_per_second", "wall_seconds")
     return [{k: v for k, v in row.items() if k not in clocks} for row in read_rows(folder / "metrics.jsonl")]
 
 
