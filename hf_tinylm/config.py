@@ -17,7 +17,7 @@ import yaml
 
 from .errors import ConfigError
 from .files import bundled, read_json, write_text
-from .sections import ConversationSource, ModelSection, RunConfig, SourceSection
+from .sections import ConversationSource, ModelSection, RunConfig, SourceSection, TrainingSection
 from .values import PlainDumper, accepts, build, check_name, describe, parse_text, shown
 
 SECTIONS: dict[str, type] = {f.name: typing.get_type_hints(RunConfig)[f.name] for f in dataclasses.fields(RunConfig)}
@@ -135,6 +135,13 @@ _RANGES = {
     "attention_dropout": (0.0, 0.99),
     "validation_fraction": (0.0, 0.5),
     "min_lr_ratio": (0.0, 1.0),
+    "decay_fraction": (0.0, 1.0),
+    "embedding_lr_ratio": (0.0, math.inf),
+    "head_lr_ratio": (0.0, math.inf),
+    "gain_lr_ratio": (0.0, math.inf),
+    "muon_momentum": (0.0, 0.999999),
+    "muon_momentum_warmup_steps": (0, math.inf),
+    "muon_ns_steps": (1, 99),
     "adam_beta1": (0.0, 0.999999),
     "adam_beta2": (0.0, 0.999999),
     "weight_decay": (0.0, math.inf),
@@ -165,6 +172,10 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError("bf16 and fp16 are both true; one precision is needed. Leave out one of them.")
     if training.init_optimizer and training.init_from is None:
         raise ConfigError("init_optimizer is true, but init_from names no checkpoint. Give it: --init_from DIR.")
+    if training.branch_from is not None and training.init_from is not None:
+        raise ConfigError("init_from and branch_from both say where the run starts. Leave out one of them.")
+    _check_settings_of(config, "optim", "muon", OF_MUON)
+    _check_settings_of(config, "lr_schedule", "wsd", OF_WSD)
     if training.epochs != 1 and training.train_tokens != "epoch":
         raise ConfigError(
             f"epochs={training.epochs:g} and train_tokens={training.train_tokens:,} both say how long the run is. "
@@ -189,6 +200,24 @@ def check_config(config: RunConfig) -> None:
         _check_amount(source, ("tokens", "epochs", "weight"))
     for conversations in (config.data.conversations, config.data.test_conversations):
         _check_conversations(conversations)
+
+
+# Keys that do nothing without another one.
+OF_MUON = (
+    *("embedding_lr_ratio", "head_lr_ratio", "gain_lr_ratio"),
+    *("muon_momentum", "muon_momentum_warmup_steps", "muon_ns_steps"),
+)
+OF_WSD = ("decay_fraction", "decay_shape")
+
+
+def _check_settings_of(config: RunConfig, key: str, needed: str, settings: tuple[str, ...]) -> None:
+    chosen, default = getattr(config.training, key), TrainingSection()
+    for name in settings:
+        value = getattr(config.training, name)
+        if chosen != needed and value != getattr(default, name):
+            raise ConfigError(
+                f"{name}={value} has no effect with {key}={chosen}. Give {key}: {needed}, or leave it out."
+            )
 
 
 def _check_conversations(sources: list[ConversationSource]) -> None:

@@ -8,6 +8,10 @@ from typing import Any, Literal
 
 from .gguf_plan import GGUFType
 
+Optim = Literal["adamw", "muon"]
+LRSchedule = Literal["cosine", "constant", "linear", "wsd"]
+DecayShape = Literal["linear", "cosine", "sqrt"]
+
 
 @dataclass
 class ModelSection:
@@ -129,7 +133,17 @@ class TrainingSection:
     global_batch_tokens: int = 524_288
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int | None = None  # None: as in training
+    optim: Optim = "adamw"  # muon: torch.optim.Muon for hidden matrices, AdamW for embedding, head and norm gains
     learning_rate: float = 6e-4
+    embedding_lr_ratio: float = 1.0  # of muon: AdamW's rates, as multiples of learning_rate
+    head_lr_ratio: float = 1.0  # of an untied head
+    gain_lr_ratio: float = 1.0
+    muon_momentum: float = 0.95
+    muon_momentum_warmup_steps: int = 0  # updates over which it rises from 0.85
+    muon_ns_steps: int = 5  # Newton-Schulz steps
+    lr_schedule: LRSchedule = "cosine"  # after the warmup; wsd: stable until the last decay_fraction of the updates
+    decay_fraction: float = 0.2
+    decay_shape: DecayShape = "linear"  # sqrt: 1 - sqrt(share of the decay that is done)
     min_lr_ratio: float = 0.1
     warmup_steps: int = 0
     weight_decay: float = 0.1
@@ -157,6 +171,7 @@ class TrainingSection:
     resume_from_checkpoint: str | None = None  # a checkpoint folder, or auto
     init_from: str | None = None  # start a new run from the weights of a checkpoint or model folder
     init_optimizer: bool = False  # and from the optimizer's moments of that checkpoint
+    branch_from: str | None = None  # go on from another run's checkpoint with its windows, to another end of the rates
     nonfinite: Literal["stop", "skip"] = "stop"  # what a loss or gradient that is not finite does
     nonfinite_limit: int = 10  # skipped updates after which the run stops all the same
     stop_after_updates: int | None = None  # budgets of one invocation: end after a save, exit code 3

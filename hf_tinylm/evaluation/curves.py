@@ -14,11 +14,13 @@ import numpy as np
 from ..contract import METRICS, RUN_FILE
 from ..errors import ConfigError, ContractError
 from ..files import read_json, read_rows
+from ..planning.optimizer import RunFlops
 from ..planning.shape import ModelShape
 from ..training.curves import Axis, Curve, Points, curve_of
 
 _SPLIT_KEYS = ("manifest_sha256", "test_conversations_sha256")
 _HASH_SHOWN = 12  # characters of a hash; a published curve names at least so many
+_OF_OPTIMIZER = {"optim": "optim", "muon_ns_steps": "ns_steps"}
 _BITS = "Compare bits per byte: --metric bits_per_byte."
 UNITS = {"loss": "loss, nats per token", "bits_per_byte": "bits per byte"}
 
@@ -48,7 +50,9 @@ def load_run(folder: Path, metric: str = "loss") -> MeasuredRun:
         raise ConfigError(f"{folder} has no {RUN_FILE}, so it is no run. Give the output_dir of a run.")
     identity = read_json(contract_file).get("identity", {})
     data, model, training = (identity.get(name, {}) for name in ("data", "model", "training"))
-    flops = ModelShape.from_model_config(model).flops_per_token_with_attention(int(data["sequence_length"]))
+    settings = {name: training[key] for key, name in _OF_OPTIMIZER.items() if key in training}
+    run = RunFlops.of(ModelShape.from_model_config(model), int(data["sequence_length"]), **settings)
+    flops = run.per_token + run.per_update / int(training["global_batch_tokens"]) if run.per_update else run.per_token
     curve = curve_of(str(folder), read_rows(folder / METRICS), flops, metric)
     if not len(curve.training) and not len(curve.validation):
         wanted = "update" if metric == "loss" else f"validation with {metric}"

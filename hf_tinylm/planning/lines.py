@@ -50,19 +50,24 @@ def _budget_lines(plan: dict[str, Any]) -> list[str]:
     steps = plan["gradient_accumulation_steps"]
     each = f"each on {plan['num_processes']:,} process{'es' if plan['num_processes'] > 1 else ''}"
     accumulation = "" if steps is None else f", {steps:,} micro-batches {each}"
+    usual = (plan["optim"], plan["lr_schedule"]) == ("adamw", "cosine")
+    stable = "" if plan["stable_updates"] is None else f": stable for {plan['stable_updates']:,} updates, then down"
     return [
         f"budget        {plan['train_tokens']:,} tokens{epochs}",
         f"              {plan['tokens_per_parameter']:.2f} per parameter; 20 (a fit of one regime, no law) would be "
         f"{plan['reference_tokens']:,}",
         f"updates       {plan['updates']:,} of {plan['global_batch_tokens']:,} tokens{accumulation}",
         f"              the last one {plan['last_update_tokens']:,} tokens, its tail masked",
+        *([] if usual else [f"rate          {plan['optim']}, {plan['lr_schedule']}{stable}"]),
         f"compute       {plan['total_flops']:.4g} FLOPs; {plan['total_flops_with_attention']:.4g} with attention",
+        *([f"              {plan['optimizer_flops']:.4g} more for Muon"] if plan["optimizer_flops"] else []),
     ]
 
 
 def _disk_lines(plan: dict[str, Any]) -> list[str]:
     sizes = ", ".join(f"{kind} {size(plan['export_bytes'][kind])}" for kind in ("f16", "q8_0", "q4_0", "q4_k_m"))
-    lines = [f"checkpoint    {size(plan['checkpoint_bytes'])} (12 bytes per parameter)"]
+    each = plan["checkpoint_bytes"] / plan["parameters"]
+    lines = [f"checkpoint    {size(plan['checkpoint_bytes'])} ({each:.3g} bytes per parameter)"]
     if plan["rotation_bytes"] is not None:
         lines.append(
             f"disk          {size(plan['rotation_bytes'])} for {plan['checkpoints_at_once']} checkpoints at once, "

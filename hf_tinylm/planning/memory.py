@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..sections import Optim
+from .optimizer import checkpoint_bytes, moment_bytes
 from .shape import ModelShape
 
 # Logits that the loss holds at once (modeling.projected_loss). Fewer would read the whole projection more often for
@@ -54,6 +56,7 @@ class MemorySettings:
     eager_attention: bool = False
     document_attention: bool = False
     on_cpu: bool = False
+    optim: Optim = "adamw"
     compiled: bool = False
 
 
@@ -65,7 +68,7 @@ def peak_memory(shape: ModelShape, settings: MemorySettings) -> dict[str, int]:
     parts = {
         "weights": 4 * shape.parameters,
         "gradients": 4 * shape.parameters,
-        "moments": 8 * shape.parameters,
+        "moments": moment_bytes(shape, settings.optim),
         "bf16_weights": 2 * _multiplied_parameters(shape) if settings.bf16 else 0,
         "activations": activation_bytes(shape, settings),
         "loss": max(loss_bytes(shape, settings), _layer_gradients(shape, settings)),
@@ -75,7 +78,7 @@ def peak_memory(shape: ModelShape, settings: MemorySettings) -> dict[str, int]:
     coming_and_going = sum(parts[name] for name in ("gradients", "bf16_weights", "activations", "loss"))
     return {
         **parts,
-        "checkpoint_copy": shape.checkpoint_bytes,
+        "checkpoint_copy": checkpoint_bytes(shape, settings.optim),
         "heap": round((COMPILED_HEAP_SHARE if settings.compiled else CPU_HEAP_SHARE) * coming_and_going),
         "framework": CPU_FRAMEWORK_BYTES + (COMPILER_BYTES if settings.compiled else 0),
     }

@@ -115,9 +115,16 @@ class ModelShape:
         return self.num_attention_heads * self.head_dim
 
     @property
-    def checkpoint_bytes(self) -> int:
-        """Float32 weights and two float32 Adam moments: 12 bytes per parameter."""
-        return 12 * self.parameters
+    def hidden_matrices(self) -> dict[tuple[int, int], int]:
+        """How many matrices of each (rows, columns) the attention and feed-forward layers hold."""
+        width, keys = self.hidden_size, self.num_key_value_heads * self.head_dim
+        found: dict[tuple[int, int], int] = {}
+        for rows, columns in (
+            *((self.attention_width, width), (keys, width), (keys, width), (width, self.attention_width)),
+            *((self.intermediate_size, width), (self.intermediate_size, width), (width, self.intermediate_size)),
+        ):
+            found[rows, columns] = found.get((rows, columns), 0) + self.num_hidden_layers
+        return found
 
     @property
     def gguf_f16_bytes(self) -> int:

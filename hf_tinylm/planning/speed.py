@@ -21,6 +21,7 @@ from .duration import (
     timeline,
     training_hours,
 )
+from .optimizer import RunFlops, checkpoint_bytes
 from .shape import ModelShape
 from .updates import UpdatePlan
 
@@ -54,7 +55,8 @@ def speed(
     shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, asked: Assumptions, notices: list[str]
 ) -> dict[str, Any]:
     length = config.data.sequence_length
-    flops_per_token = shape.flops_per_token_with_attention(length)
+    flops = RunFlops.of(shape, length, config.training.optim, config.training.muon_ns_steps)
+    flops_per_token = flops.per_token + flops.per_update // config.training.global_batch_tokens
     claims, origin, peak = _claims(config, asked, shape, notices)
     hours = None if updates is None else training_hours(claims, updates.train_tokens, flops_per_token)
     price = claims.price_per_hour
@@ -155,7 +157,7 @@ def _timeline(
     startup = asked.startup_seconds
     return timeline(
         hours, updates.updates, training.save_steps, training.save_minutes,
-        shape.checkpoint_bytes / ASSUMED_SAVE_BYTES_PER_SECOND if save is None else save,
+        checkpoint_bytes(shape, training.optim) / ASSUMED_SAVE_BYTES_PER_SECOND if save is None else save,
         training.eval_steps, config.evaluation.eval_tokens, rate,
         ASSUMED_STARTUP_SECONDS if startup is None else startup,
     )  # fmt: skip

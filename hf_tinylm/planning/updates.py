@@ -68,6 +68,11 @@ class UpdatePlan:
         return min(update * self.global_batch_tokens, self.train_tokens)
 
 
+def stable_updates(updates: int, decay_fraction: float) -> int:
+    """Updates of a `wsd` run before its rate goes down, warmup included; the last update is always of the decay."""
+    return updates - max(1, round(decay_fraction * updates))
+
+
 def plan_updates(
     train_tokens: int, global_batch_tokens: int, sequence_length: int, per_device_train_batch_size: int, world_size: int
 ) -> UpdatePlan:

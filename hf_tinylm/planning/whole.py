@@ -13,10 +13,11 @@ from ..sections import RunConfig
 from .compilation import compiling_pays
 from .disk import checkpoints_kept, id_bytes
 from .memory import MemorySettings, peak_memory
+from .optimizer import checkpoint_bytes, optimizer_flops
 from .pack_facts import PackFacts, pack_facts
 from .shape import ModelShape, export_bytes, uniform_loss
 from .speed import Assumptions, named_device, speed
-from .updates import UpdatePlan, plan_updates
+from .updates import UpdatePlan, plan_updates, stable_updates
 
 TOKENS_PER_PARAMETER = 20  # a fit of one regime, arXiv 2203.15556: a line to compare with, no law
 
@@ -96,6 +97,13 @@ def _updates(config: RunConfig, asked: Assumptions, pack: PackFacts, problems: l
             f"warmup_steps={training.warmup_steps:,} leaves no update of this run's {plan.updates:,}. "
             f"Use {max(0, plan.updates - 1):,} or fewer, or more tokens."
         )
+    elif (
+        training.lr_schedule == "wsd" and stable_updates(plan.updates, training.decay_fraction) < training.warmup_steps
+    ):
+        problems.append(
+            f"decay_fraction={training.decay_fraction:g} of {plan.updates:,} updates begins before the end of "
+            f"warmup_steps={training.warmup_steps:,}. Lower one of them."
+        )
     return plan
 
 
@@ -122,7 +130,8 @@ def _size(shape: ModelShape, config: RunConfig, loss: float | None) -> dict[str,
 
 
 def _budget(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pack: PackFacts) -> dict[str, Any]:
-    length, batch = config.data.sequence_length, config.training.global_batch_tokens
+    training, length = config.training, config.data.sequence_length
+    batch = training.global_batch_tokens
     reference = TOKENS_PER_PARAMETER * shape.parameters
     found: dict[str, Any] = {
         "train_tokens": None,
@@ -138,6 +147,11 @@ def _budget(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pa
         "total_flops": None,
         "total_flops_with_attention": None,
         "total_flops_causal": None,
+        "optimizer_flops_per_update": optimizer_flops(shape, training.optim, training.muon_ns_steps),
+        "optimizer_flops": None,
+        "optim": training.optim,
+        "lr_schedule": training.lr_schedule,
+        "stable_updates": None,
         "available_tokens": pack.targets,
         "available_tokens_from": pack.origin,
         "epochs": None,
@@ -145,6 +159,8 @@ def _budget(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pa
     if updates is None:
         return found
     tokens = updates.train_tokens
+    if training.lr_schedule == "wsd":
+        found["stable_updates"] = stable_updates(updates.updates, training.decay_fraction)
     micro = updates.per_device_train_batch_size * length * updates.world_size
     return found | {
         "train_tokens": tokens,
@@ -157,6 +173,7 @@ def _budget(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pa
         "total_flops": tokens * shape.flops_per_token(),
         "total_flops_with_attention": tokens * shape.flops_per_token_with_attention(length),
         "total_flops_causal": tokens * shape.flops_per_token_causal(length),
+        "optimizer_flops": updates.updates * found["optimizer_flops_per_update"],
         "epochs": tokens / pack.targets if pack.targets else None,
     }
 
@@ -171,12 +188,13 @@ def _disk(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pack
         )  # fmt: skip
     exports = {kind: file_bytes(shape, kind) for kind in GGUF_TYPES}
     final = 4 * shape.parameters + export_bytes(shape, config.export.gguf)
-    rotation = None if kept is None else (kept + 1) * shape.checkpoint_bytes
+    checkpoint = checkpoint_bytes(shape, training.optim)
+    rotation = None if kept is None else (kept + 1) * checkpoint
     ids, origin = pack.ids, pack.origin
     if ids is None and updates is not None:  # as many as one epoch of the budget needs
         ids, origin = math.ceil(updates.train_tokens / (1 - config.data.validation_fraction)), "one epoch of the budget"
     return {
-        "checkpoint_bytes": shape.checkpoint_bytes,
+        "checkpoint_bytes": checkpoint,
         "checkpoints_at_once": None if kept is None else kept + 1,  # the one being written beside those that stay
         "rotation_bytes": rotation,
         "gguf_f16_bytes": shape.gguf_f16_bytes,
@@ -211,6 +229,7 @@ def _memory(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, as
                 document_attention=config.data.document_attention,
                 on_cpu=place == "cpu",
                 compiled=place == "cpu" and compiled,
+                optim=training.optim,
             )
             estimates[place, checkpointing] = peak_memory(shape, settings)
     place = "cpu" if on_cpu else "gpu"

@@ -164,6 +164,7 @@ def _too_large(config: RunConfig, rows: int) -> str | None:
         eager_attention=config.model.attn_implementation == "eager",
         document_attention=config.data.document_attention,
         on_cpu=True,
+        optim=config.training.optim,
     )
     needed, free = sum(peak_memory(shape, settings).values()), psutil.virtual_memory().available
     if needed <= free:

@@ -51,6 +51,7 @@ def memory(subject: Subject) -> Finding:
         document_attention=config.data.document_attention,
         on_cpu=on_cpu,
         compiled=bool(args.torch_compile),
+        optim=config.training.optim,
     )
     needed = sum(peak_memory(subject.model_config.shape, settings).values())
     if on_cpu:

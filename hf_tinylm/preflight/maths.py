@@ -117,7 +117,7 @@ def warmup(subject: Subject) -> Finding:
 def applied_rate(subject: Subject) -> Finding:
     """Adam's first step moves a weight by the learning rate; norm gains, near 1, show which it was."""
     number = min(subject.config.training.warmup_steps, subject.trainer.plan.updates - 1)
-    planned = planned_rate(subject, number)
+    planned = planned_rate(subject, number) * subject.config.training.gain_lr_ratio
     model = subject.probe(dropout=False)
     gains = [p for p in model.parameters() if p.ndim < 2]
     before = [p.detach().clone() for p in gains]
@@ -211,14 +211,18 @@ def validation(subject: Subject) -> Finding:
 
 
 def planned_rate(subject: Subject, number: int) -> float:
-    """The rate of the zero-based update by the configuration: linear warmup, then half a cosine to the floor."""
+    """The rate of the zero-based update by the configuration: linear warmup, then its course to the floor."""
     training, updates = subject.config.training, subject.trainer.plan.updates
     if number < training.warmup_steps:
         return training.learning_rate * (number + 1) / training.warmup_steps
     low = training.learning_rate * training.min_lr_ratio
     rest = updates - 1 - training.warmup_steps
-    angle = math.pi * (number - training.warmup_steps) / rest if rest else math.pi
-    return low + (training.learning_rate - low) * math.cos(angle / 2) ** 2
+    done, shape = (number - training.warmup_steps) / rest if rest else 1.0, str(training.lr_schedule)
+    if shape == "wsd":
+        decay = max(1, round(training.decay_fraction * updates))
+        done, shape = max(0, number + 1 - updates + decay) / decay, training.decay_shape
+    left = {"cosine": math.cos(math.pi * done / 2) ** 2, "linear": 1 - done, "sqrt": 1 - done**0.5, "constant": 1.0}
+    return low + (training.learning_rate - low) * left[shape]
 
 
 def _train(subject: Subject, batch_of: Any, updates: int, until: float = -math.inf) -> list[float]:

@@ -9,19 +9,20 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import TrainingArguments
 
 from ..errors import ConfigError
 from ..planning import UpdatePlan, plan_updates
-from ..sections import RunConfig
+from ..sections import DecayShape, LRSchedule, Optim, RunConfig
 
 HONOURED = frozenset(
     """
-    output_dir per_device_train_batch_size per_device_eval_batch_size learning_rate warmup_steps weight_decay adam_beta1
-    adam_beta2 adam_epsilon max_grad_norm bf16 fp16 tf32 torch_compile torch_compile_backend torch_compile_mode
+    output_dir per_device_train_batch_size per_device_eval_batch_size learning_rate warmup_steps weight_decay
+    optim adam_beta1 adam_beta2 adam_epsilon max_grad_norm bf16 fp16 tf32 torch_compile torch_compile_backend
+    torch_compile_mode
     activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
     use_cache logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica
     disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy
@@ -37,11 +38,10 @@ REFUSED: dict[str, str] = {
     "max_steps": "give train_tokens; the updates follow from it and global_batch_tokens",
     "gradient_accumulation_steps": "it follows from global_batch_tokens and per_device_train_batch_size",
     "average_tokens_across_devices": "the loss is always divided by the targets of all processes",
-    "lr_scheduler_type": "the schedule is warmup and cosine with min_lr_ratio",
-    "lr_scheduler_kwargs": "the schedule is warmup and cosine with min_lr_ratio",
-    "optim": "the optimizer is AdamW (fused where the device has it)",
-    "optim_args": "the optimizer is AdamW (fused where the device has it)",
-    "optim_target_modules": "the optimizer is AdamW over all weights",
+    "lr_scheduler_type": "give lr_schedule",
+    "lr_scheduler_kwargs": "give lr_schedule, min_lr_ratio, decay_fraction and decay_shape",
+    "optim_args": "the optimizer's settings are arguments of their own",
+    "optim_target_modules": "the optimizer holds every weight",
     "label_smoothing_factor": "the loss is plain cross-entropy",
     "fp16_full_eval": "evaluation uses the precision of training",
     "bf16_full_eval": "evaluation uses the precision of training",
@@ -110,6 +110,16 @@ class LMTrainingArguments(TrainingArguments):
     global_batch_tokens: int = 524_288
     train_tokens: int | Literal["epoch"] = "epoch"
     epochs: float = 1.0
+    optim: Optim = "adamw"
+    embedding_lr_ratio: float = 1.0
+    head_lr_ratio: float = 1.0
+    gain_lr_ratio: float = 1.0
+    muon_momentum: float = 0.95
+    muon_momentum_warmup_steps: int = 0
+    muon_ns_steps: int = 5
+    lr_schedule: LRSchedule = "cosine"
+    decay_fraction: float = 0.2
+    decay_shape: DecayShape = "linear"
     min_lr_ratio: float = 0.1
     save_minutes: float | None = None
     save_best: bool = False
@@ -118,6 +128,7 @@ class LMTrainingArguments(TrainingArguments):
     eval_tokens: int = 1_048_576
     init_from: str | None = None
     init_optimizer: bool = False
+    branch_from: str | None = None
     source_loss: bool = False
     noise_scale: bool = True
     peak_flops: float | None = None
@@ -143,6 +154,10 @@ class LMTrainingArguments(TrainingArguments):
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps} must be a whole number of updates, not a share of the run."
             )
+        if self.optim not in get_args(Optim):
+            raise ConfigError(
+                f"optim={self.optim!r} is not supported by LMTrainer: give {' or '.join(get_args(Optim))}."
+            )
         if self.max_cost is not None and self.price_per_hour is None:
             raise ConfigError(f"max_cost={self.max_cost:g} needs a price. Give price_per_hour.")
         for name in ("eval_strategy", "save_strategy", "logging_strategy"):
@@ -162,7 +177,10 @@ class LMTrainingArguments(TrainingArguments):
         os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16" if self.fp16 else "bf16" if self.bf16 else "no"
         if not self.use_cpu and not accelerator_present():
             self.use_cpu = True
+        stock: Any = TrainingArguments.__dataclass_fields__["optim"].default  # which knows other names
+        optim, self.optim = self.optim, stock
         super().__post_init__()
+        self.optim = optim
         asked_for: Any = asked[0] or any(asked)  # "auto" is decided by LMTrainer, which knows the length of the run
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = asked_for, asked[1], asked[2]
 
@@ -230,14 +248,6 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
         "global_batch_tokens": training.global_batch_tokens,
         "per_device_train_batch_size": training.per_device_train_batch_size,
         "per_device_eval_batch_size": training.per_device_eval_batch_size or training.per_device_train_batch_size,
-        "learning_rate": training.learning_rate,
-        "min_lr_ratio": training.min_lr_ratio,
-        "warmup_steps": training.warmup_steps,
-        "weight_decay": training.weight_decay,
-        "adam_beta1": training.adam_beta1,
-        "adam_beta2": training.adam_beta2,
-        "adam_epsilon": training.adam_epsilon,
-        "max_grad_norm": training.max_grad_norm,
         "bf16": bf16,
         "torch_compile": training.torch_compile,
         "use_cpu": use_cpu,
@@ -261,7 +271,10 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
 
 _SAME_NAME = (
     *("save_minutes", "save_total_limit", "save_best", "milestone_steps", "save_in_background", "init_from"),
-    *("init_optimizer", "nonfinite", "nonfinite_limit", "stop_after_updates", "max_hours", "max_cost"),
+    *("init_optimizer", "branch_from", "nonfinite", "nonfinite_limit", "stop_after_updates", "max_hours", "max_cost"),
+    *("optim", "learning_rate", "embedding_lr_ratio", "head_lr_ratio", "gain_lr_ratio", "muon_momentum"),
+    *("muon_momentum_warmup_steps", "muon_ns_steps", "lr_schedule", "decay_fraction", "decay_shape", "min_lr_ratio"),
+    *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("price_per_hour", "note", "expect", "fp16", "epochs", "source_loss", "stage_dir", "mirror_dir"),
     *("noise_scale", "peak_flops"),
 )

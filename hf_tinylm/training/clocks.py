@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 import torch
 
+from ..planning.optimizer import RunFlops
+
 # Clocks that a checkpoint's are added to.
 _ADDED = ("training_seconds", "evaluation_seconds", "saving_seconds", "data_seconds", "startup_seconds")
 # Events with which an invocation begins; they tell what it threw away.
@@ -86,7 +88,7 @@ class Clocks:
         step: int,
         rows: list[dict[str, Any]],
         events: list[dict[str, Any]],
-        flops_per_token: int,
+        flops: RunFlops,
     ) -> dict[str, Any]:
         """Go on from a checkpoint's clocks; every update since it was thrown away, by whichever invocation.
 
@@ -95,6 +97,7 @@ class Clocks:
             step: the checkpoint's update.
             rows: of metrics.jsonl, before those beyond `step` are dropped.
             events: of events.jsonl. Its `STARTS` hold what this method returned to earlier invocations.
+            flops: what an update and a token take.
 
         Returns:
             `thrown_away_updates` and `thrown_away_flops`: what is thrown away now, and was not counted before.
@@ -109,8 +112,9 @@ class Clocks:
         targets = {row["step"]: row["supervised_tokens"] for row in rows if "loss" in row}
         now = {
             "thrown_away_updates": len(updates),
-            "thrown_away_flops": flops_per_token
-            * sum(row["supervised_tokens"] - targets.get(row["step"] - 1, 0) for row in updates),
+            "thrown_away_flops": flops(
+                len(updates), sum(row["supervised_tokens"] - targets.get(row["step"] - 1, 0) for row in updates)
+            ),
         }
         self.thrown_away_updates = state.get("thrown_away_updates", 0)
         for what in (now, *since):

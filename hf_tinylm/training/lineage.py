@@ -1,4 +1,4 @@
-"""Branches: a new run that starts from the weights, and if asked the moments, of another one."""
+"""Branches: a new run that starts from the weights of another one, or goes on from one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from ..modeling.factory import load_model
 from ..modeling.model import TinyLMForCausalLM
 from .checkpoint import checkpoint_fault, read_checkpoint
 from .optimizer import load_optimizer_tensors
+from .schedule import Schedule, recorded_schedule
 
+# What a run that goes on from another one's checkpoint may have otherwise, if the rates so far were the same.
+_OF_THE_END = (
+    *("train_tokens", "lr_schedule", "decay_fraction", "decay_shape", "min_lr_ratio"),
+    *("init_from", "branch_from"),
+)
 # Differences that do not change which function the weights are; rows of padding are not weights of it.
 _NO_SHAPE = ("initializer_range", "attention_dropout", "max_position_embeddings", "vocab_size", "unpadded_vocab_size")
 
@@ -61,6 +67,38 @@ def initialise_from(
         if fault:
             raise CheckpointError(f"init_optimizer needs a whole checkpoint, and {folder} is none: {fault}.")
         load_optimizer_tensors(optimizer, model, read_checkpoint(folder).optimizer)
+
+
+def check_branch(folder: Path, identity: dict[str, Any], schedule: Schedule) -> None:
+    """Refuse to go on from a checkpoint whose run differed before it in anything but its length.
+
+    Raises:
+        CheckpointError: the folder is no whole checkpoint, or not in the folder of its run.
+        ContractError: the other run differs in more than budget and decay, or had other rates before the checkpoint.
+    """
+    fault = checkpoint_fault(folder)
+    if fault or not (folder.parent / RUN_FILE).is_file():
+        fault = fault or f"{folder.parent} has no {RUN_FILE}"
+        raise CheckpointError(f"branch_from needs a whole checkpoint in the folder of its run; {folder}: {fault}.")
+    parent = read_json(folder.parent / RUN_FILE)["identity"]
+    before, now = (
+        {**one, "training": {name: value for name, value in one["training"].items() if name not in _OF_THE_END}}
+        for one in (parent, identity)
+    )
+    differences = difference(before, now)
+    if differences:
+        raise ContractError(
+            f"branch_from {folder} is of a run that differs in more than its end; {'; '.join(differences)}. "
+            "Use its values, or init_from for a run of its own."
+        )
+    old, step = recorded_schedule(parent["training"]), int(read_json(folder / "trainer_state.json")["step"])
+    for update in range(step):
+        if old(update) != schedule(update):
+            raise ContractError(
+                f"branch_from {folder} is after update {step:,}, but update {update + 1:,} had rate {old(update):.6g} "
+                f"there and has {schedule(update):.6g} here. Branch from an earlier checkpoint, of the stable part of "
+                f"both runs, or give train_tokens or decay_fraction so that the decay begins after it."
+            )
 
 
 def _shape(config: TinyLMConfig) -> dict[str, Any]:

@@ -62,6 +62,12 @@ class JsonLines:
         """Every whole row; a torn last line, left by a crash, is passed over."""
         return read_rows(self.path)
 
+    def begin_with(self, path: Path, step: int) -> None:
+        """Have the rows of another file up to `step`, and no others."""
+        if self.enabled:
+            rows = [row for row in read_rows(path) if row["step"] <= step]
+            write_text(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
     def drop_after(self, step: int) -> int:
         """Remove rows whose `step` is beyond `step`, atomically; the number removed."""
         rows = self.rows()

@@ -14,10 +14,11 @@ from ..data.local_copy import local_copy
 from ..errors import CheckpointError, ContractError
 from ..files import read_json, refuse_folder_in_use, sha256_of_json
 from ..planning.disk import checkpoints_kept
+from ..planning.optimizer import checkpoint_bytes
 from .checkpoint import Snapshot, list_checkpoints, read_checkpoint, select_checkpoint, set_aside_newer
 from .clocks import Clocks
 from .folder import RunLock, check_disk, is_start_that_was_killed, leftovers, remove_leftovers, size_of
-from .lineage import initialise_from, lineage
+from .lineage import check_branch, initialise_from, lineage
 from .metrics import EVENTS, METRICS, Events, JsonLines
 from .mirror import Mirror
 from .optimizer import load_optimizer_tensors, optimizer_tensors
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 IDENTITY_ARGUMENTS = (
     *("learning_rate", "min_lr_ratio", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("max_grad_norm", "bf16", "fp16", "nonfinite", "nonfinite_limit", "seed", "eval_tokens"),
+)
+# Recorded where they are not the default, so that runs of versions without them go on.
+ADDED_ARGUMENTS = (
+    *("optim", "embedding_lr_ratio", "head_lr_ratio", "gain_lr_ratio", "muon_momentum", "muon_momentum_warmup_steps"),
+    *("muon_ns_steps", "lr_schedule", "decay_fraction", "decay_shape"),
 )
 # Execution whose change alters the order of floating-point sums.
 CHANGES_BITS = (
@@ -70,6 +76,10 @@ class RunRecord:
         contract = self._contract(known)
         self.identity_sha256 = sha256_of_json(contract["identity"])
         changed = check_contract(self.output_dir, contract) if known or folder is not None else []
+        branch = None
+        if folder is None and args.branch_from is not None:
+            branch = Path(args.branch_from)
+            check_branch(branch, contract["identity"], self.trainer.schedule)
         if folder is None and args.init_from is not None:
             start = str(self._nearby(Path(args.init_from), "init_from"))
             initialise_from(start, args.init_optimizer, self.trainer.model, self.trainer.optimizer)
@@ -86,13 +96,20 @@ class RunRecord:
             self.mirror.start()
         self.trainer.accelerator.wait_for_everyone()  # all have selected their checkpoint before any is renamed
         if folder is not None:
-            self._restore(read_checkpoint(self._nearby(folder)), folder, changed)
+            snapshot = read_checkpoint(self._nearby(folder))
+            thrown_away = self._restore(snapshot, folder)
+            self.events.add("resumed", snapshot.step, checkpoint=folder.name, changed=changed, **thrown_away)
+            self._go_back_to(snapshot.step)
             return True
         plan = self.trainer.plan
-        thrown_away = self._continue_clocks({}, 0)
         dropped = getattr(self.trainer.train_dataset, "dropped_ids", None)  # ids that no window supervises
         facts = {"updates": plan.updates, "train_tokens": plan.supervised_tokens, "dropped_ids": dropped}
-        self.events.add("started", 0, **facts, **thrown_away)
+        if branch is not None:
+            snapshot = read_checkpoint(self._nearby(branch, "branch"))
+            self.metrics.begin_with(branch.parent / METRICS, snapshot.step)
+            self.events.add("started", snapshot.step, **facts, branch_from=str(branch), **self._restore(snapshot))
+            return True
+        self.events.add("started", 0, **facts, **self._continue_clocks({}, 0))
         self._go_back_to(0)
         return False
 
@@ -136,8 +153,12 @@ class RunRecord:
         identity = {
             "model": trainer.model.config.identity,
             "training": {name: getattr(args, name) for name in IDENTITY_ARGUMENTS}
+            | {name: value for name in ADDED_ARGUMENTS if (value := getattr(args, name)) != getattr(type(args), name)}
             | {"train_tokens": plan.supervised_tokens, "global_batch_tokens": plan.global_batch_tokens}
-            | {"init_from": self._lineage(known)},
+            | {"init_from": self._lineage(known, "init_from", args.init_from, args.init_optimizer)}
+            | (
+                {"branch_from": self._lineage(known, "branch_from", args.branch_from, True)} if args.branch_from else {}
+            ),
             "data": {
                 "sequence_length": plan.sequence_length,
                 "window_order": getattr(trainer.train_dataset, "order", None),
@@ -161,15 +182,14 @@ class RunRecord:
         facts["expected_tokens_per_second"] = trainer.expected_tokens_per_second
         return new_contract(identity, execution, trainer.run_config, facts)
 
-    def _lineage(self, known: bool) -> dict[str, Any] | None:
+    def _lineage(self, known: bool, key: str, start: str | None, with_optimizer: bool) -> dict[str, Any] | None:
         """What a branch started from: as recorded, since its parent may be gone by now, or read afresh."""
-        args = self.trainer.args
-        if args.init_from is None:
+        if start is None:
             return None
         if known:
-            recorded: dict[str, Any] | None = read_json(self.output_dir / RUN_FILE)["identity"]["training"]["init_from"]
+            recorded: dict[str, Any] | None = read_json(self.output_dir / RUN_FILE)["identity"]["training"].get(key)
             return recorded
-        return lineage(args.init_from, args.init_optimizer) if self.main else None
+        return lineage(start, with_optimizer) if self.main else None
 
     def _tell(self, trace: str | None, passed_over: list[str], changed: list[str]) -> None:
         """Say what is unusual about this start, on stderr and in the events."""
@@ -208,9 +228,10 @@ class RunRecord:
         there = len(list_checkpoints(output_dir))
         checkpoints = max(0, kept - there) + 1
         final = 4 * shape.parameters
-        needed = int(checkpoints * shape.checkpoint_bytes + final + trainer.export_bytes)
+        each = checkpoint_bytes(shape, args.optim)
+        needed = int(checkpoints * each + final + trainer.export_bytes)
         needed -= sum(size_of(path) for path in leftovers(output_dir))  # removed before anything is written
-        what = f"{checkpoints} checkpoints of {shape.checkpoint_bytes / 1e9:.2f} GB, the final model and exports"
+        what = f"{checkpoints} checkpoints of {each / 1e9:.2f} GB, the final model and exports"
         return needed, what
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -253,9 +274,10 @@ class RunRecord:
             state,
         )
 
-    def _restore(self, snapshot: Snapshot, folder: Path, changed: list[str]) -> None:
+    def _restore(self, snapshot: Snapshot, folder: Path | None = None) -> dict[str, Any]:
+        """Take up a checkpoint, of this run if its folder is given; what the clocks say of updates thrown away."""
         trainer, state = self.trainer, snapshot.trainer_state
-        if state.get("identity_sha256") != self.identity_sha256:
+        if folder is not None and state.get("identity_sha256") != self.identity_sha256:
             raise ContractError(
                 f"{folder} is a checkpoint of another run than {self.output_dir / RUN_FILE} records. Resume one of "
                 f"this run's own, or start a branch in a new output_dir: --init_from {folder}."
@@ -263,7 +285,7 @@ class RunRecord:
         missing, unexpected = trainer.model.load_state_dict(snapshot.weights, strict=False)
         tied = {"lm_head.weight"} if trainer.model.config.tie_word_embeddings else set()
         if unexpected or set(missing) - tied:
-            raise CheckpointError(f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}.")
+            raise CheckpointError(f"The checkpoint does not fit the model: missing {missing}, unexpected {unexpected}.")
         load_optimizer_tensors(trainer.optimizer, trainer.model, snapshot.optimizer)
         if len(snapshot.random_states) == trainer.accelerator.num_processes:
             trainer.random_state = snapshot.random_states[trainer.accelerator.process_index]
@@ -279,18 +301,15 @@ class RunRecord:
         for name, callback in trainer.stateful_callbacks().items():
             for key, value in state["callbacks"].get(name, {}).get("attributes", {}).items():
                 setattr(callback, key, value)
-        trainer.ended = bool(state["ended"])
-        thrown_away = self._continue_clocks(state["clocks"], snapshot.step)
-        self.events.add("resumed", snapshot.step, checkpoint=folder.name, changed=changed, **thrown_away)
-        self._go_back_to(snapshot.step)
+        trainer.ended = bool(state["ended"]) and folder is not None
+        return self._continue_clocks(state["clocks"], snapshot.step)
 
     def _continue_clocks(self, state: dict[str, Any], step: int) -> dict[str, Any]:
         """Let the clocks go on from a checkpoint's; what an event says of the rows beyond it, which go next."""
         if not self.main:
             return {}
-        shape, length = self.trainer.model.config.shape, self.trainer.plan.sequence_length
         rows, events = self.metrics.rows(), self.events.rows()
-        thrown_away = self.clocks.continue_from(state, step, rows, events, shape.flops_per_token_with_attention(length))
+        thrown_away = self.clocks.continue_from(state, step, rows, events, self.trainer.flops)
         dropped = sum(row["step"] > step for row in rows)
         return {"dropped_rows": dropped, **thrown_away, "wall_seconds": round(self.clocks.wall_seconds, 6)}
 

@@ -22,6 +22,7 @@ from transformers.trainer_utils import TrainOutput
 from ..errors import ConfigError, RunStopped, TrainingError
 from ..modeling.model import TinyLMForCausalLM
 from ..modeling.stock import save_stock_model
+from ..planning.optimizer import RunFlops
 from .arguments import LMTrainingArguments, plan_run
 from .batches import micro_batches
 from .callbacks import ProgressBar
@@ -31,11 +32,11 @@ from .interrupt import INTERRUPT
 from .metrics import peak_flops
 from .noise_scale import NoiseMeter
 from .nonfinite import describe_failure
-from .optimizer import adamw
+from .optimizer import optimizer_of, set_momentum
 from .prefetch import Prefetched
 from .random_state import restore_random, undisturbed_random
 from .record import RunRecord
-from .schedule import CosineSchedule
+from .schedule import momentum_at, schedule_of
 from .source_loss import by_source, training_sources
 from .update import Update, UpdateResult
 from .validation import evaluation_row, is_best, validate
@@ -88,9 +89,11 @@ class LMTrainer(Trainer):
         if not isinstance(args, LMTrainingArguments):
             raise ConfigError(f"LMTrainer needs LMTrainingArguments, not {type(args).__name__}.")
         self.plan = plan_run(args, train_dataset)
-        self.schedule = CosineSchedule(args.learning_rate, args.min_lr_ratio, int(args.warmup_steps), self.plan.updates)
+        self.schedule = schedule_of(args, self.plan.updates)
+        length, shape = self.plan.sequence_length, model.config.shape
+        self.flops = RunFlops.of(shape, length, args.optim, args.muon_ns_steps)
         self.output_dir = Path(str(args.output_dir))
-        flops = model.config.shape.flops_per_token_with_attention(self.plan.sequence_length) * self.plan.train_tokens
+        flops = self.flops(self.plan.updates, self.plan.train_tokens)
         args.torch_compile, self.not_compiled = compiles(args.torch_compile, flops, args.device.type)
         self.sources = training_sources(args.source_loss, train_dataset)
         self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
@@ -150,11 +153,9 @@ class LMTrainer(Trainer):
                 self.record.close()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW with decayed matrices and undecayed gains, float32 asserted."""
+        """The optimizer that `optim` names, with decayed matrices and undecayed gains, float32 asserted."""
         if self.optimizer is None:
-            args = self.args
-            betas = (args.adam_beta1, args.adam_beta2)
-            self.optimizer = adamw(model or self.model, args.learning_rate, betas, args.adam_epsilon, args.weight_decay)
+            self.optimizer = optimizer_of(model or self.model, self.args)
         return self.optimizer
 
     def get_train_dataloader(self) -> Iterator[list[dict[str, torch.Tensor]]]:  # type: ignore[override]
@@ -280,6 +281,8 @@ class LMTrainer(Trainer):
         """One update; with float16, tried again at a lower scale while its gradients overflow."""
         number, known = self.state.global_step, None
         rate = self.schedule(number)
+        momentum = momentum_at(number, self.args.muon_momentum, self.args.muon_momentum_warmup_steps)
+        set_momentum(self.optimizer, momentum)
         if getattr(self.train_dataset, "every_position_is_a_target", False):
             known = (
                 self.plan.tokens_of_process(number, self.accelerator.process_index),
@@ -364,9 +367,9 @@ class LMTrainer(Trainer):
         self.state.global_step += 1
         self.supervised_tokens += result.targets
         self.state.epoch = self.state.global_step * plan.windows_per_update / len(self.train_dataset)
-        flops = self.model.config.shape.flops_per_token_with_attention(plan.sequence_length)
+        flops = self.flops.per_token
         clocks.training_seconds += seconds
-        clocks.flops += flops * result.targets
+        clocks.flops += self.flops(1, result.targets)
         per_second = result.targets / seconds
         peak = peak_flops(self.args.peak_flops, self.args.device, self.args.bf16)
         self._row = {

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import TrainingError
 from ..modeling.loss import count_targets
+from .optimizer import set_rates
 from .source_loss import SOURCE_IDS, source_sums
 
 
@@ -122,8 +123,7 @@ class Update:
     def _commit(self, learning_rate: float, norm: torch.Tensor) -> None:
         if self.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_rates(self.optimizer, learning_rate)
         if self.scaler is None:
             self.optimizer.step()
         else:

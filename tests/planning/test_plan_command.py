@@ -329,3 +329,22 @@ def test_a_chat_stage_has_the_shape_of_the_model_it_starts_from(plan: Plan, tmp_
     assert "a chat stage has the shape of the model it starts from" in without["notices"][0]
     (tmp_path / "config.json").write_text("{}")
     assert main(["plan", "--config", "sft-persona", "--init_from", str(tmp_path)]) == 2
+
+
+def test_muon_and_a_wsd_course_are_planned(plan: Plan, bare: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hidden 256, 6 layers, 8 heads of 32, feed-forward 768: 4 squares of 256 and 3 matrices of 256 x 768 a layer."""
+    ours = ("--config", bare, "--optim", "muon", "--lr_schedule", "wsd", "--decay_fraction", "0.5")
+    found, plain = plan(*ours), plan("--config", bare)
+    steps = 6 * (4 * 6 * 256**3 + 3 * (4 * 256**2 * 768 + 2 * 256**3))
+    assert (found["optimizer_flops_per_update"], plain["optimizer_flops_per_update"]) == (5 * steps, 0)
+    assert found["optimizer_flops"] == 13 * 5 * steps
+    hidden = 6 * (4 * 256**2 + 3 * 256 * 768)
+    assert found["checkpoint_bytes"] == plain["checkpoint_bytes"] - 4 * hidden == 12 * found["parameters"] - 4 * hidden
+    assert found["peak_memory_bytes"] < plain["peak_memory_bytes"]
+    assert found["total_flops"] == plain["total_flops"]
+    assert (found["stable_updates"], plain["stable_updates"]) == (13 - 6, None)
+    assert main(["plan", *ours]) == 0
+    printed = capsys.readouterr().out
+    assert "muon, wsd: stable for 7 updates, then down" in printed
+    assert main(["plan", *ours, "--warmup_steps", "8"]) == 1
+    assert "decay_fraction=0.5 of 13 updates begins before the end of warmup_steps=8" in capsys.readouterr().out

@@ -23,7 +23,7 @@ from hf_tinylm.tokenization.load import save_tokenizer
 from hf_tinylm.tokenization.train import train_tokenizer
 from hf_tinylm.training import optimizer, trainer
 from hf_tinylm.training.interrupt import Interrupt
-from hf_tinylm.training.schedule import CosineSchedule
+from hf_tinylm.training.schedule import Schedule
 from hf_tinylm.training.update import Update
 
 Plant = Callable[[pytest.MonkeyPatch, Path, Path], list[str]]
@@ -104,7 +104,7 @@ def doubled_loss(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
 
 
 def rate_ten_times_the_plan(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
-    wrap(patch, CosineSchedule, "__call__", lambda own, self, update: 10 * own(self, update))
+    wrap(patch, Schedule, "__call__", lambda own, self, update: 10 * own(self, update))
     return []
 
 
@@ -114,7 +114,7 @@ def optimizer_at_ten_times_the_rate(patch: pytest.MonkeyPatch, *_: Path) -> list
 
 
 def warmup_missing(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
-    wrap(patch, CosineSchedule, "__call__", lambda own, self, update: own(self, max(update, self.warmup_steps)))
+    wrap(patch, Schedule, "__call__", lambda own, self, update: own(self, max(update, self.warmup_steps)))
     return []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from hf_tinylm.config import load_config
+from hf_tinylm.config import OF_MUON, OF_WSD, load_config
 from hf_tinylm.errors import ConfigError
 from hf_tinylm.sections import TrainingSection
 from hf_tinylm.training.arguments import (
@@ -88,9 +88,13 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
         "logging_steps": 9, "eval_steps": 9, "save_steps": 9, "save_minutes": 9, "save_total_limit": 9,
         "resume_from_checkpoint": "auto", "report_to": "tensorboard", "run_name": "other", "seed": 9,
         "save_best": "true", "milestone_steps": 9, "save_in_background": "false", "init_from": "other",
-        "init_optimizer": "true", "nonfinite": "skip", "nonfinite_limit": 9, "stop_after_updates": 9, "max_hours": 9.0,
-        "max_cost": 9.0, "price_per_hour": 9.0, "note": "other", "expect": "other",
+        "branch_from": "other", "init_optimizer": "true", "nonfinite": "skip", "nonfinite_limit": 9,
+        "stop_after_updates": 9, "max_hours": 9.0, "max_cost": 9.0, "price_per_hour": 9.0, "note": "other",
+        "expect": "other",
         "source_loss": "true", "stage_dir": "other", "epochs": 2, "mirror_dir": "other",
+        "optim": "muon", "embedding_lr_ratio": 9.0,
+        "head_lr_ratio": 9.0, "gain_lr_ratio": 9.0, "muon_momentum": 0.5, "muon_momentum_warmup_steps": 9,
+        "muon_ns_steps": 9, "lr_schedule": "wsd", "decay_fraction": 0.5, "decay_shape": "sqrt",
         "noise_scale": "false", "peak_flops": 1e12,
     }  # fmt: skip
     # for torch itself, for a GPU (both tested below), and read by the recipes and by the pages
@@ -98,11 +102,11 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
     assert set(other) | not_arguments == {field.name for field in dataclasses.fields(TrainingSection)}
     base = ["--cpu_threads", "1", "--bf16", "false"]
     plain = training_arguments(load_config(None, [*base, "--output_dir", str(tmp_path)]))
+    needed = {"max_cost": ["--price_per_hour", "1"], "init_optimizer": ["--init_from", "x"]}
+    needed |= {key: ["--optim", "muon"] for key in OF_MUON} | {key: ["--lr_schedule", "wsd"] for key in OF_WSD}
     unchanged = []
     for key, value in other.items():
-        together = (
-            ["--price_per_hour", "1"] if key == "max_cost" else ["--init_from", "x"] if key == "init_optimizer" else []
-        )
+        together = needed.get(key, [])
         given = [*base, "--output_dir", str(tmp_path), f"--{key}", str(value), *together]
         changed = training_arguments(load_config(None, given))
         names = (field.name for field in dataclasses.fields(LMTrainingArguments))

@@ -19,6 +19,7 @@ from transformers.trainer_callback import ExportableState
 
 from hf_tinylm.data.windows import TokenWindows
 from hf_tinylm.errors import ConfigError, RunStopped
+from hf_tinylm.planning.optimizer import RunFlops
 from hf_tinylm.training import saver
 from hf_tinylm.training.clocks import Clocks, budget_reached
 from hf_tinylm.training.finish import write_done
@@ -85,7 +86,7 @@ def test_a_run_goes_on_from_the_clocks_of_its_checkpoint() -> None:
     state = json.loads(json.dumps(first.to_state()))  # as a checkpoint keeps it
     second = Clocks(began=time.time() - 5)
     started = {"event": "started", "wall_seconds": 1.0}
-    counted = second.continue_from(state, 2, [], [started], 7)
+    counted = second.continue_from(state, 2, [], [started], RunFlops(7))
     assert counted == {"thrown_away_updates": 0, "thrown_away_flops": 0}
     assert (second.training_seconds, second.evaluation_seconds, second.flops) == (10.0, 2.0, 500)
     assert (second.invocations, second.thrown_away_seconds) == (2, 0.0)
@@ -102,7 +103,7 @@ def test_updates_that_crashes_threw_away_stay_counted() -> None:
         {"event": "started", "step": 0, "wall_seconds": 1.0, "thrown_away_updates": 0, "thrown_away_flops": 0}
     ]
     second = Clocks(began=time.time())
-    told = second.continue_from(state, 2, one, events, 7)
+    told = second.continue_from(state, 2, one, events, RunFlops(7))
     assert told == {"thrown_away_updates": 3, "thrown_away_flops": 7 * 30}
     assert (second.thrown_away_updates, second.flops) == (3, 7 * 50)
     assert (second.wall_before, second.thrown_away_seconds) == (6.0, 3.0)
@@ -110,7 +111,7 @@ def test_updates_that_crashes_threw_away_stay_counted() -> None:
     events.append({"event": "resumed", "step": 2, "wall_seconds": 7.0, **told})
     again = [{**row, "step": step, "supervised_tokens": 10 * step, "wall_seconds": 6.0 + step} for step in (3, 4)]
     third = Clocks(began=time.time())
-    told = third.continue_from(state, 2, [*one[:2], *again], events, 7)
+    told = third.continue_from(state, 2, [*one[:2], *again], events, RunFlops(7))
     assert told == {"thrown_away_updates": 2, "thrown_away_flops": 7 * 20}
     assert (third.thrown_away_updates, third.flops) == (5, 7 * 70)
     assert (third.wall_before, third.thrown_away_seconds, third.invocations) == (10.0, 7.0, 3)
@@ -119,7 +120,7 @@ def test_updates_that_crashes_threw_away_stay_counted() -> None:
     assert report["seconds"]["thrown away"] == 7.0
 
     killed_before_the_rows_were_dropped = Clocks(began=time.time())
-    told = killed_before_the_rows_were_dropped.continue_from(state, 2, one, events, 7)
+    told = killed_before_the_rows_were_dropped.continue_from(state, 2, one, events, RunFlops(7))
     assert told == {"thrown_away_updates": 0, "thrown_away_flops": 0}
     assert killed_before_the_rows_were_dropped.thrown_away_updates == 3
 

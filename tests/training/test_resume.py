@@ -35,15 +35,22 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key not in clocks} for row in rows]
 
 
-@pytest.mark.parametrize("order", ["permutation", "random"])
+MUON = {"optim": "muon", "muon_momentum_warmup_steps": 10, "gain_lr_ratio": 2.0, "lr_schedule": "wsd"}
+
+
+@pytest.mark.parametrize(
+    ("order", "fields"),
+    [("permutation", {}), ("random", {}), ("permutation", MUON)],
+    ids=["shuffled", "random", "muon"],
+)
 @pytest.mark.parametrize(
     "stops", [(1, 9, 11), pytest.param(tuple(range(1, 12)), marks=pytest.mark.slow)], ids=["three", "every"]
 )
 def test_a_run_resumed_at_any_update_ends_bit_for_bit_as_the_uninterrupted_one(
-    make_trainer: Make, ragged_windows: Make, tmp_path: Path, order: str, stops: tuple[int, ...]
+    make_trainer: Make, ragged_windows: Make, tmp_path: Path, order: str, fields: dict[str, Any], stops: tuple[int, ...]
 ) -> None:
     """Dropout, masked targets, validation, an epoch border (update 9), shard borders and a partial end are crossed."""
-    whole = make_trainer("whole", train=ragged_windows(order), **RUN)
+    whole = make_trainer("whole", train=ragged_windows(order), **RUN, **fields)
     whole.train()
     assert whole.plan.updates == 12
     end = whole.output_dir / "checkpoint-00000012"
@@ -52,7 +59,8 @@ def test_a_run_resumed_at_any_update_ends_bit_for_bit_as_the_uninterrupted_one(
         shutil.copytree(whole.output_dir, folder)
         for later in list_checkpoints(folder)[stop:]:
             shutil.rmtree(later)
-        resumed = make_trainer(folder.name, train=ragged_windows(order), **RUN, resume_from_checkpoint="auto")
+        again = {**RUN, **fields, "resume_from_checkpoint": "auto"}
+        resumed = make_trainer(folder.name, train=ragged_windows(order), **again)
         resumed.train()
         for name in ("model.safetensors", "optimizer.safetensors", "rng-00000.safetensors"):
             first, second = load_file(end / name), load_file(folder / end.name / name)

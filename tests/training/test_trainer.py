@@ -17,7 +17,7 @@ from hf_tinylm.data.windows import TokenWindows
 from hf_tinylm.errors import ConfigError, TrainingError
 from hf_tinylm.modeling.stock import stock_model
 from hf_tinylm.training.metrics import read_rows
-from hf_tinylm.training.schedule import CosineSchedule
+from hf_tinylm.training.schedule import Schedule
 
 Make = Callable[..., Any]
 LENGTH = 32
@@ -73,7 +73,7 @@ def test_twenty_updates_equal_the_stock_trainer_on_the_same_windows_and_rates(
     ours = make_trainer(learning_rate=1e-4, warmup_steps=3, train_tokens=20 * 8 * LENGTH)
     stock = stock_model(ours.model).train()
     start = weights(stock)
-    rate = CosineSchedule(1e-4, 0.1, 3, 20)
+    rate = Schedule(1e-4, 0.1, 3, 20)
     stock_run(stock, ours.train_dataset, 20, tmp_path / "stock", lambda update: rate(min(update, 19)))
     ours.train()
     assert largest_difference(start, weights(stock)) > 1e-3, "a run that hardly moves proves nothing"
