@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 from ..errors import ConfigError
 from ..planning import UpdatePlan, plan_updates
 from ..sections import RunConfig
+from .device import cpu_has_bf16
 
 HONOURED = frozenset(
     """
@@ -189,8 +190,7 @@ def multiplies_bf16(use_cpu: bool) -> bool:
     """Whether the device multiplies bfloat16 matrices faster than float32 ones."""
     if accelerator_present() and not use_cpu:
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    flags = torch.backends.cpu.get_cpu_capability()
-    return "AVX512" in flags and bool(torch.cpu._is_avx512_bf16_supported())
+    return cpu_has_bf16()
 
 
 def cpu_threads(asked: int | None) -> int:

@@ -16,7 +16,9 @@ from ..files import read_json, refuse_folder_in_use, sha256_of_json
 from ..planning.disk import checkpoints_kept
 from .checkpoint import Snapshot, list_checkpoints, read_checkpoint, select_checkpoint, set_aside_newer
 from .clocks import Clocks
+from .device import device_name
 from .folder import RunLock, check_disk, is_start_that_was_killed, leftovers, remove_leftovers, size_of
+from .inputs import input_facts
 from .lineage import initialise_from, lineage
 from .metrics import EVENTS, METRICS, Events, JsonLines
 from .optimizer import load_optimizer_tensors, optimizer_tensors
@@ -34,7 +36,7 @@ IDENTITY_ARGUMENTS = (
 # Execution whose change alters the order of floating-point sums.
 CHANGES_BITS = (
     *("processes", "device", "cpu_threads", "per_device_train_batch_size", "torch_compile", "torch"),
-    *("attn_implementation", "tf32"),
+    *("attn_implementation", "tf32", "device_name"),
 )
 
 
@@ -145,14 +147,20 @@ class RunRecord:
         execution = {
             "processes": trainer.accelerator.num_processes,
             "device": device,
+            "device_name": device_name(args.device),
             "cpu_threads": torch.get_num_threads() if device == "cpu" else None,
             "per_device_train_batch_size": plan.per_device_train_batch_size,
+            "per_device_eval_batch_size": args.per_device_eval_batch_size,
             "torch_compile": args.torch_compile,
             "torch": torch.__version__,
             "attn_implementation": trainer.model.config._attn_implementation,
             "tf32": args.tf32,
         }
-        return new_contract(identity, execution, trainer.run_config, {"note": args.note, "expect": args.expect})
+        facts: dict[str, Any] = {"note": args.note, "expect": args.expect}
+        if self.main and not known:
+            sets = (trainer.train_dataset, trainer.eval_dataset)
+            facts["inputs"] = input_facts(*sets, plan, args.eval_tokens, trainer.processing_class)
+        return new_contract(identity, execution, trainer.run_config, facts)
 
     def _lineage(self, known: bool) -> dict[str, Any] | None:
         """What a branch started from: as recorded, since its parent may be gone by now, or read afresh."""
@@ -231,6 +239,7 @@ class RunRecord:
             "ended": trainer.control.should_training_stop,
             "processes": trainer.accelerator.num_processes,
             "identity_sha256": self.identity_sha256,
+            "seed": trainer.args.seed,
         }
         return Snapshot(
             step,
