@@ -11,8 +11,13 @@ from .gguf_plan import GGUFType
 
 @dataclass
 class ModelSection:
-    """Shape of the model. Parameter names and file format are those of stock Llama (with `qk_norm`: Qwen3)."""
+    """Shape of the model. Parameter names and file format are those of stock Llama (with `qk_norm`: Qwen3), or GPT-2.
 
+    GPT-2 learns a position for each place, so `max_position_embeddings` must be given; it has no key/value heads of
+    their own, no QK-norm and no rotation.
+    """
+
+    architecture: Literal["llama", "gpt2"] = "llama"
     hidden_size: int = 256
     num_hidden_layers: int = 6
     num_attention_heads: int = 8
@@ -24,6 +29,7 @@ class ModelSection:
     max_position_embeddings: int | None = None  # None: sequence_length
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
+    layer_norm_epsilon: float = 1e-5  # of gpt2
     initializer_range: float | Literal["auto"] = "auto"  # auto: sqrt(2 / (5 * hidden_size))
     attention_dropout: float = 0.0
     pad_vocab_to_multiple_of: int = 1
