@@ -17,7 +17,6 @@ class ModelSection:
     their own, no QK-norm and no rotation.
     """
 
-    architecture: Literal["llama", "gpt2"] = "llama"
     hidden_size: int = 256
     num_hidden_layers: int = 6
     num_attention_heads: int = 8
@@ -29,11 +28,12 @@ class ModelSection:
     max_position_embeddings: int | None = None  # None: sequence_length
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
-    layer_norm_epsilon: float = 1e-5  # of gpt2
     initializer_range: float | Literal["auto"] = "auto"  # auto: sqrt(2 / (5 * hidden_size))
     attention_dropout: float = 0.0
     pad_vocab_to_multiple_of: int = 1
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    architecture: Literal["llama", "gpt2"] = "llama"
+    layer_norm_epsilon: float = 1e-5  # of gpt2
 
 
 @dataclass

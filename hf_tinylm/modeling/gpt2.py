@@ -35,8 +35,8 @@ class GPT2Stack(GPT2Model):
         parameters of their own in classes that it does not own.
         """
         super()._init_weights(module)
-        projections = (projection for block in self.h for projection in (block.attn.c_proj, block.mlp.c_proj))
-        if isinstance(module, Conv1D) and any(module is projection for projection in projections):
+        residual = (part for name, part in self.named_modules() if name.endswith(".c_proj"))
+        if isinstance(module, Conv1D) and any(module is projection for projection in residual):
             std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
             init.normal_(module.weight, mean=0.0, std=std)
 

@@ -153,7 +153,7 @@ def test_logits_equal_stock_gpt2_in_both_directions(attention: str, tmp_path: Pa
     stock = GPT2LMHeadModel(config).eval()
     stock.save_pretrained(tmp_path / "stock")
     ours = load_model(tmp_path / "stock", attention)
-    expected = stock(windows[0]).logits
+    expected = stock(windows[0]).logits.detach()
     assert float(expected.std()) > 0.5
     assert float((ours(windows[0]).logits - expected).abs().max()) < 1e-5
     assert float((plain_logits(weights_of(ours), windows[0], heads=3) - expected).abs().max()) < 1e-5
@@ -294,9 +294,9 @@ def test_planned_activations_are_what_the_forward_pass_keeps(bf16: bool, make_gp
         return tensor
 
     held = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (held.append(t), pack(t))[1], lambda t: t):
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            model.transformer(ids)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: (held.append(t), pack(t))[1], lambda t: t)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        model.transformer(ids)
     weights = 2 * sum(p.numel() for n, p in model.named_parameters() if p.ndim > 1 and ".h." in n) if bf16 else 0
     planned = activation_bytes(model.config.shape, MemorySettings(ids.numel(), CONTEXT, bf16, on_cpu=True))
     assert sum(kept.values()) - weights == pytest.approx(planned, rel=0.2)
