@@ -11,7 +11,7 @@ import importlib
 
 from .machine import report
 
-NAMES = ("overhead", "stall", "train", "prepare", "eval")
+NAMES = ("overhead", "stall", "train", "prepare", "reading", "eval")
 
 
 def main() -> None:

@@ -35,9 +35,11 @@ class StepTimes(TrainerCallback):
 
     def __init__(self) -> None:
         self.starts: list[float] = []
+        self.first = 0.0  # when the first update began, in seconds since 1970
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Note the time."""
+        self.first = self.first or time.time()
         self.starts.append(time.perf_counter())
 
     @property

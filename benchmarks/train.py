@@ -1,81 +1,97 @@
-"""Training speed: ours beside the stock Trainer with LlamaForCausalLM, in alternation, and the machine's own peak."""
+"""Training speed: ours beside the stock Trainer and a plain loop, in alternation, under the machine's own limits.
+
+`python -m benchmarks.train --shapes 10M 22M --rounds 3`; `python -m benchmarks train` runs the 10M shape.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
-import tempfile
-from pathlib import Path
+import subprocess
+import sys
 from typing import Any
 
-import torch
-from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from .contenders import CONTENDERS, SHAPES
+from .machine import median_ratio, report
+from .runs import model_of
 
-from hf_tinylm.data.windows import TokenWindows
-from hf_tinylm.modeling.stock import stock_model
-from hf_tinylm.sections import ModelSection
-
-from .machine import matrix_peak, median_ratio
-from .runs import StepTimes, model_of, trainer_of, windows_of
-
-SECTION, VOCABULARY = ModelSection(320, 6, 5, 5, 864), 8_192  # 10 million parameters
-ROWS, LENGTH, ACCUMULATION, UPDATES, ROUNDS = 16, 512, 2, 4, 3
+UPDATES = 5
 
 
-class _Rows(Dataset[dict[str, torch.Tensor]]):
-    """Windows as a stock Trainer reads them."""
-
-    def __init__(self, windows: TokenWindows) -> None:
-        self.windows = windows
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, k: int) -> dict[str, torch.Tensor]:
-        row = self.windows[k]
-        return {**row, "labels": row["input_ids"]}
+def measure(shapes: tuple[str, ...] = ("10M",), rounds: int = 3, updates: int = UPDATES) -> dict[str, Any]:
+    """For each shape: the machine's limits, and of each contender medians, and paired ratios to ours."""
+    return {shape: _of_shape(shape, rounds, updates) for shape in shapes}
 
 
-def stock_times(model: PreTrainedModel, windows: TokenWindows, folder: Path, bf16: bool) -> list[float]:
-    """Seconds of each update of the stock Trainer."""
-    times = StepTimes()
-    args = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=ROWS, gradient_accumulation_steps=ACCUMULATION,
-        max_steps=UPDATES, bf16=bf16, use_cpu=not torch.cuda.is_available(), logging_steps=1, save_strategy="no",
-        report_to="none", disable_tqdm=True, remove_unused_columns=False,
-    )  # fmt: skip
-    Trainer(model, args, train_dataset=_Rows(windows), callbacks=[times]).train()
-    return times.seconds
-
-
-def measure() -> dict[str, Any]:
-    """Tokens per second (median), share of the bf16 matrix peak by 6N + 12LHT, and ratios to the stock Trainer."""
-    windows = windows_of(VOCABULARY, LENGTH)
-    shape = model_of(SECTION, VOCABULARY, LENGTH).config.shape
-    tokens = ROWS * ACCUMULATION * LENGTH
-    flops = shape.flops_per_token_with_attention(LENGTH)
-    peaks = {"bf16": matrix_peak(torch.bfloat16), "fp32": matrix_peak(torch.float32)}
-    rates: dict[str, list[float]] = {"ours bf16": [], "stock bf16": [], "stock fp32": []}
-    for _ in range(ROUNDS):
-        for name, found in rates.items():
-            with tempfile.TemporaryDirectory() as folder:
-                model = model_of(SECTION, VOCABULARY, LENGTH)
-                if name.startswith("ours"):
-                    fields = {"global_batch_tokens": tokens}
-                    trainer, times = trainer_of(model, windows, Path(folder) / "run", ROWS, UPDATES, **fields)
-                    trainer.train()
-                    seconds = times.seconds
-                else:
-                    stock = stock_model(model).train()
-                    seconds = stock_times(stock, windows, Path(folder), name.endswith("bf16"))
-            found.append(tokens / statistics.median(seconds[1:]))
+def _of_shape(shape: str, rounds: int, updates: int) -> dict[str, Any]:
+    section, vocabulary, rows, length, accumulation = SHAPES[shape]
+    model = model_of(section, vocabulary, length).config.shape
+    tokens, flops = rows * length * accumulation, model.flops_per_token_with_attention(length)
+    machine: list[dict[str, Any]] = []
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    for number in range(rounds):
+        names = list(found) if number % 2 == 0 else list(found)[::-1]  # none always runs after the same one
+        machine.append(_run("machine", shape, updates))
+        for name in names:
+            found[name].append(_run(name, shape, updates))
+            print(f"{shape} {name}: {tokens / statistics.median(found[name][-1]['seconds']):,.0f} tokens/s", flush=True)
+    rates = {name: [tokens / statistics.median(run["seconds"]) for run in runs] for name, runs in found.items()}
+    peak = statistics.median(run["bf16_peak"] for run in machine)
+    floors = [tokens / run["floor_seconds"] for run in machine]
     return {
-        "parameters": shape.parameters,
-        "matrix_peak_gflops": {name: round(peak / 1e9) for name, peak in peaks.items()},
-        "tokens_per_second": {name: round(statistics.median(found)) for name, found in rates.items()},
-        "share_of_bf16_peak": {
-            name: round(flops * statistics.median(found) / peaks["bf16"], 3) for name, found in rates.items()
+        "parameters": model.parameters,
+        "tokens_per_update": tokens,
+        "bf16_peak_gflops": round(peak / 1e9),
+        "fp32_peak_gflops": round(statistics.median(run["fp32_peak"] for run in machine) / 1e9),
+        "floor_tokens_per_second": round(statistics.median(floors)),
+        "ours_over_floor": round(median_ratio(rates["ours"], floors), 3),
+        "contenders": {
+            name: {
+                "tokens_per_second": round(statistics.median(rates[name])),
+                "share_of_bf16_peak": round(flops * statistics.median(rates[name]) / peak, 3),
+                "peak_bytes": max(run["peak_bytes"] for run in runs),
+                "first_update_seconds": [round(run["first_update_seconds"], 1) for run in runs],
+                "ours_over_it": round(median_ratio(rates["ours"], rates[name]), 3),
+            }
+            for name, runs in found.items()
         },
-        "ours_over_stock_bf16": round(median_ratio(rates["ours bf16"], rates["stock bf16"]), 3),
-        "ours_over_stock_fp32": round(median_ratio(rates["ours bf16"], rates["stock fp32"]), 3),
     }
+
+
+def _run(name: str, shape: str, updates: int) -> dict[str, Any]:
+    asked = json.dumps({"name": name, "shape": shape, "updates": updates})
+    command = [sys.executable, "-m", "benchmarks.contenders", asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"error: {name} at {shape} ended with {done.returncode}: {done.stderr.strip()[-400:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """The results as lines for people."""
+    lines = []
+    for shape, result in found.items():
+        lines.append(
+            f"{shape}: {result['parameters']:,} parameters; bf16 peak {result['bf16_peak_gflops']:,} GFLOP/s, "
+            f"floor {result['floor_tokens_per_second']:,} tokens/s, ours at {result['ours_over_floor']:.0%} of it"
+        )
+        lines.append(f"  {'':<24}{'tokens/s':>10}{'of peak':>9}{'memory':>10}{'first update':>14}{'ours is':>9}")
+        lines += [
+            f"  {name:<24}{one['tokens_per_second']:>10,}{one['share_of_bf16_peak']:>9.0%}"
+            f"{one['peak_bytes'] / 1e9:>7.2f} GB{min(one['first_update_seconds']):>12.1f} s{one['ours_over_it']:>8.2f}x"
+            for name, one in result["contenders"].items()
+        ]
+    return lines
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["10M"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=UPDATES)
+    asked_for = parser.parse_args()
+    results = measure(tuple(asked_for.shapes), asked_for.rounds, asked_for.updates)
+    report("train", results)
+    print("\n".join(table(results)))

@@ -163,6 +163,11 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(f"max_cost={training.max_cost:g} needs a price. Give it: --price_per_hour 1.10.")
     if training.fp16 and training.bf16 is True:
         raise ConfigError("bf16 and fp16 are both true; one precision is needed. Leave out one of them.")
+    if training.precision != "auto" and (training.fp16 or training.bf16 != "auto"):
+        raise ConfigError(
+            f"precision={training.precision} is given beside bf16={training.bf16} and fp16={training.fp16}. Leave out "
+            "bf16 and fp16."
+        )
     if training.init_optimizer and training.init_from is None:
         raise ConfigError("init_optimizer is true, but init_from names no checkpoint. Give it: --init_from DIR.")
     if training.epochs != 1 and training.train_tokens != "epoch":

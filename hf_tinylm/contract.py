@@ -16,6 +16,7 @@ RUN_FILE = "run.json"
 DONE_FILE = "DONE.json"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
+MIRROR = "mirror.json"  # in a mirror of a run: of which
 MANIFEST = "manifest.json"  # of a checkpoint, written last: sizes and SHA-256 of its files
 SWEEP = "sweep"  # folder beside the run's own files; a run may start in a folder that holds it
 FORMAT_VERSION = 1

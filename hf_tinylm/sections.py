@@ -128,6 +128,7 @@ class TrainingSection:
     """The run. `global_batch_tokens` is the source of truth for the batch; accumulation steps follow from it."""
 
     output_dir: str | None = None
+    mirror_dir: str | None = None  # folder on another disk that gets copies of the rows and events as they are written
     stage_dir: str | None = None  # local folder that shards and the first checkpoint are copied to, once per host
     train_tokens: int | Literal["epoch"] = "epoch"
     epochs: float = 1.0  # passes over the data when train_tokens is epoch
@@ -142,9 +143,10 @@ class TrainingSection:
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
-    bf16: bool | Literal["auto"] = "auto"  # auto: where the device multiplies bf16 matrices fast
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of matrix products; auto: what the device is fast at
+    bf16: bool | Literal["auto"] = "auto"  # Hugging Face's words for precision: bf16, or fp32 when false
     fp16: bool = False  # with a gradient scaler, for GPUs without bf16
-    torch_compile: bool = False
+    torch_compile: bool | Literal["auto"] = "auto"  # auto: on a CPU or GPU, for runs long enough to win it back
     gradient_checkpointing: bool = False
     use_cpu: bool = False
     cpu_threads: int | None = None  # None: OMP_NUM_THREADS when above 1, else the cores over the processes of this host

@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     from hf_tinylm.export.hf import add_gguf, check_engines
     from hf_tinylm.export.hub import destination_of, push_run
     from hf_tinylm.modeling.factory import new_model
+    from hf_tinylm.monitor.report import write_report
     from hf_tinylm.preflight.run import check_before_training
     from hf_tinylm.training.arguments import training_arguments
     from hf_tinylm.training.clocks import process_start
@@ -83,6 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         for line in exported.lines():
             print(line)
         write_done(trainer, final)
+        write_report(run)
         push_run(run, destination)
     trainer.accelerator.end_training()
     return 0

@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     from hf_tinylm.export.hub import destination_of, push_run
     from hf_tinylm.model_folder import find_model_folder
     from hf_tinylm.modeling.factory import untrained_like
+    from hf_tinylm.monitor.report import write_report
     from hf_tinylm.tokenization.chat import chat_tokenizer, end_ids
     from hf_tinylm.tokenization.load import vocabulary_size
     from hf_tinylm.training.arguments import training_arguments
@@ -85,6 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         for line in exported.lines():
             print(line)
         write_done(trainer, final)
+        write_report(run)
         push_run(run, destination)
     trainer.accelerator.end_training()
     return 0

@@ -1,15 +1,14 @@
-"""`hf-tinylm tail` and `hf-tinylm report`: a run seen from outside. They read its folder and cost the run nothing."""
+"""`hf-tinylm tail`, `monitor` and `report`: a run seen from outside. They read its folder and cost the run nothing."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 from .options import add_command, print_result, takes_json
-
-REPORT = "report.html"
 
 
 def register(commands: Any) -> None:
@@ -27,6 +26,19 @@ def register(commands: Any) -> None:
     how.add_argument("--once", action="store_false", dest="follow", help="print once and end (the default)")
     takes_json(tail)
 
+    monitor = add_command(
+        commands,
+        "monitor",
+        serve_page,
+        "a page in the browser that follows a run; for a run on another machine: ssh -L 8765:127.0.0.1:8765 MACHINE",
+        "hf-tinylm monitor runs/my",
+    )
+    monitor.add_argument("run_dir", metavar="RUN_DIR", help="output_dir of a run, also of one that has yet to begin")
+    monitor.add_argument("--port", default="8765", help="default: 8765; 0: any that is free")
+    monitor.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at (default: this machine alone can see the page)"
+    )
+
     report = add_command(
         commands,
         "report",
@@ -35,7 +47,9 @@ def register(commands: Any) -> None:
         "hf-tinylm report runs/my && hf-tinylm report runs/a runs/b --output comparison.html",
     )
     report.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="output_dir of a run; several are compared")
-    report.add_argument("--output", metavar="FILE.html", help=f"default: RUN_DIR/{REPORT}; needed for several runs")
+    report.add_argument("--output", metavar="FILE.html", help="default: RUN_DIR/report.html; needed for several runs")
+    report.add_argument("--pdf", action="store_true", help="write the curves as a PDF too, beside the page")
+    report.add_argument("--png", action="store_true", help="write the curves as a PNG too, beside the page")
 
 
 def tail_run(options: argparse.Namespace) -> int:
@@ -56,9 +70,38 @@ def tail_run(options: argparse.Namespace) -> int:
     return 0
 
 
+def serve_page(options: argparse.Namespace) -> int:
+    """Serve the page until Ctrl-C."""
+    folder = Path(options.run_dir)
+    if not (options.port.isascii() and options.port.isdigit() and int(options.port) < 2**16):
+        raise ConfigError(f"port {options.port!r} is none. Give a number from 0 (any that is free) to 65535.")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; the folder of a run was expected. Give its output_dir.")
+    from ..monitor.run import Run
+    from ..monitor.server import MonitorServer
+
+    try:
+        Run(folder)
+    except ConfigError as error:
+        print(f"notice: {error} The page waits for its files.", file=sys.stderr, flush=True)
+    with MonitorServer(folder, options.host, int(options.port)) as server:
+        print(server.url, flush=True)
+        if not server.only_this_machine:
+            print("notice: whoever reaches this machine can read the page.", file=sys.stderr, flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 130  # asked for, and nothing is lost
+    return 0
+
+
 def write_report(options: argparse.Namespace) -> None:
-    """Write the page and print its path."""
+    """Write the page, and pictures of the curves where asked, and print their paths."""
     from ..files import write_text
+    from ..monitor.charts import write_picture
+    from ..monitor.compare import comparison_charts, comparison_page
+    from ..monitor.curves import run_charts
+    from ..monitor.report import REPORT, report_page
     from ..monitor.run import Run
 
     folders = [Path(name) for name in options.run_dirs]
@@ -70,13 +113,12 @@ def write_report(options: argparse.Namespace) -> None:
     if output.is_dir():
         raise ConfigError(f"{output} is a folder; a file was expected. Give --output FILE.html.")
     runs = [Run(folder) for folder in folders]
-    if len(runs) == 1:
-        from ..monitor.report import report_page
-
-        text = report_page(runs[0])
-    else:
-        from ..monitor.compare import comparison_page
-
-        text = comparison_page(runs)
-    write_text(output, text)
+    write_text(output, report_page(runs[0]) if len(runs) == 1 else comparison_page(runs))
     print(output)
+    for kind in (kind for kind in ("pdf", "png") if getattr(options, kind)):
+        charts = run_charts(runs[0]) if len(runs) == 1 else comparison_charts(runs)
+        picture = output.with_suffix(f".{kind}")
+        if write_picture(charts, picture):
+            print(picture)
+        else:
+            print(f"notice: {picture} was not written: there are no two updates to draw.", file=sys.stderr)

@@ -51,6 +51,8 @@ class TokenWindows(Dataset[dict[str, torch.Tensor]]):
         DataError: no stream holds a single window.
     """
 
+    every_position_is_a_target = True
+
     def __init__(
         self,
         streams: Sequence[np.ndarray],

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..errors import ConfigError
@@ -92,8 +91,7 @@ class SampleTexts(TrainerCallback):
         trainer = self.trainer
         if state.global_step % self.every or not state.is_world_process_zero:
             return
-        # Each length of a text would be compiled anew.
-        with trainer.record.clocks.measure("evaluation_seconds"), torch.compiler.set_stance("force_eager"):
+        with trainer.record.clocks.measure("evaluation_seconds"):
             samples = [
                 {
                     "prompt": prompt,

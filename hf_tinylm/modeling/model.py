@@ -361,7 +361,8 @@ class TinyLMForCausalLM(TinyLMPreTrainedModel, GenerationMixin):
             if return_target_losses:
                 each = torch.zeros(shift_labels.shape, device=hidden.device)
             if logits is None or each is not None:
-                total = projected_loss(hidden, weight, shift_labels, self.loss_of_chunk, each)
+                loss_of_chunk = self.loss_of_chunk if self.training else chunk_loss
+                total = projected_loss(hidden, weight, shift_labels, loss_of_chunk, each)
             else:
                 total = summed_loss(logits, shift_labels)
             loss = normalised(total, shift_labels, num_items_in_batch)

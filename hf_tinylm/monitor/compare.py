@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from .charts import Chart, Line, draw, points
+from .charts import Chart, Line, points
+from .curves import drawn, validation
 from .events import duration
 from .follow import column, number
 from .html import Html, element, missing, page, section, table
-from .report import leaves, validation
+from .report import leaves
 from .run import Run
 
 _CURVES = (
@@ -39,20 +40,21 @@ def comparison_page(runs: Sequence[Run]) -> str:
         listed,
         *notes,
         section("Last values", table(("", *letters), _last_values(runs)), missing(caution)),
-        section("Curves", _pictures(named)),
+        section("Curves", drawn(comparison_charts(runs))),
         section("Differences", *_differences(runs, letters)),
     )
 
 
-def _pictures(named: Sequence[tuple[str, Run]]) -> Html:
+def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
+    """The curves of several runs on the same axes, each under its letter."""
+    named = list(zip(string.ascii_uppercase, runs, strict=False))
     charts = [
         Chart(title, [_line(a, run, key, colour=i) for i, (a, run) in enumerate(named)], log=log)
         for key, title, log in _CURVES
     ]
     scored = [validation(run, letter, colour=i) for i, (letter, run) in enumerate(named)]
     charts.insert(1, Chart("validation loss, nats per token", scored))
-    drawn = [Html(picture) for chart in charts if (picture := draw(chart))]
-    return element("div", *drawn, name="charts") if drawn else missing("There are no two updates to draw.")
+    return charts
 
 
 def _line(letter: str, run: Run, key: str, colour: int) -> Line:

@@ -90,6 +90,11 @@ def _evaluated(event: dict[str, Any]) -> str:
     return "validation" if loss is None else f"validation loss {loss:.4f}"
 
 
+def _sampled(event: dict[str, Any]) -> str:
+    samples = event.get("samples")
+    return f"samples of {len(samples):,} prompts" if isinstance(samples, list) else "samples"
+
+
 def _interrupted(event: dict[str, Any]) -> str:
     return f"ended before its last update: {event.get('reason', 'no reason recorded')}; the state was saved"
 
@@ -122,6 +127,7 @@ _WORDS = {
     "resumed": _resumed,
     "saved": _saved,
     "evaluated": _evaluated,
+    "sampled": _sampled,
     "interrupted": _interrupted,
     "warned": _warned,
     "nonfinite": _nonfinite,

@@ -24,24 +24,26 @@ class Follower:
         self._offset = 0  # after the last whole line that was read
 
     def poll(self) -> tuple[list[dict[str, Any]], bool]:
-        """The whole rows since the last call, and whether they are all there are: the file was replaced.
+        """The whole rows since the last call, and whether they are all there are: the file was replaced."""
+        block, replaced = self.read()
+        rows, damaged = parse(block)
+        self.damaged += damaged
+        return rows, replaced
 
-        A last line without its line break waits for the next call.
-        """
+    def read(self) -> tuple[bytes, bool]:
+        """`poll` before its lines are parsed. A last line without its line break waits for the next call."""
         replaced = self._file is not None and self._was_replaced()
         if replaced:
             self.close()
         if self._file is None:
             if not self.path.is_file():
-                return [], replaced
+                return b"", replaced
             self._file, self._offset, self.damaged = self.path.open("rb"), 0, 0
         self._file.seek(self._offset)
         block = self._file.read()
         block = block[: block.rfind(b"\n") + 1]
         self._offset += len(block)
-        rows, damaged = parse(block)
-        self.damaged += damaged
-        return rows, replaced
+        return block, replaced
 
     def close(self) -> None:
         """Let go of the file."""
@@ -99,6 +101,10 @@ def number(row: Any, key: str) -> float | None:
 
 def column(rows: Sequence[dict[str, Any]], key: str) -> np.ndarray:
     """`number` of every row, (rows,) float64, with nan for None; fast where a column holds nothing but numbers."""
+    held = getattr(rows, "numbers", None)  # `rows.Updates` has read them already
+    if held is not None:
+        found: np.ndarray = held(key)
+        return found
     values = [row.get(key) for row in rows]
     if set(map(type, values)) <= {float, int, type(None)}:
         try:

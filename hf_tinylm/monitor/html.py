@@ -21,7 +21,16 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-
 th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top }
 td { max-width: 40rem } .hash { font-family: ui-monospace, monospace; font-size: .8rem; overflow-wrap: anywhere }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem }
-.charts svg { width: 100%; height: auto } pre { overflow-x: auto; font-size: .8rem }
+.charts svg { width: 100%; height: auto } .sample { white-space: pre-wrap } .when { white-space: nowrap }
+pre { overflow-x: auto; font-size: .8rem }
+@media (max-width: 34rem) { th, td { padding-right: .5rem; font-size: .9rem } }
+h1 small { font-weight: normal; color: var(--soft) } progress { width: 100%; accent-color: #0072b2 }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(10.5rem, 1fr)); gap: .6rem 1rem;
+  margin: 1rem 0 }
+dt { color: var(--soft); font-size: .8rem } dd { margin: 0; font-size: 1.05rem; font-variant-numeric: tabular-nums }
+#axes { margin-top: 2rem; color: var(--soft) } #axes label { margin-left: .6rem; padding: .4rem 0 }
+#axes + div h2 { margin-top: .6rem }
+footer { position: sticky; bottom: 0; padding: .3rem 0; background: var(--ground); font-size: .8rem }
 """
 
 
@@ -62,13 +71,32 @@ def missing(words: str) -> Html:
 
 
 def page(title: str, *inside: Any) -> str:
-    """A whole page that needs nothing but itself. A lone surrogate, which JSON may hold and UTF-8 not, is a `?`."""
+    """A whole page that needs nothing but itself."""
+    policy = "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+    return _document(title, Html(policy), element("h1", title), *inside)
+
+
+def live_page(title: str, parts: Sequence[str], axes: Sequence[str]) -> str:
+    """A page whose parts are filled by `page.js`, which its server offers; `axes` are what curves may be over."""
+    first = " checked"
+    choices = [
+        Html(f'<label><input type="radio" name="over" value="{axis}"{first if axis == axes[0] else ""}> {axis}</label>')
+        for axis in axes
+    ]
+    choice = Html(f'<form id="axes">curves over {"".join(choices)}</form>')
+    empty = {name: Html(f'<div id="{name}"></div>') for name in parts}
+    empty["curves"] = Html(choice + empty["curves"])
+    head = Html('<link rel="icon" href="data:,"><script src="page.js" defer></script>')
+    return _document(title, head, *empty.values(), Html('<footer id="connection" class="soft">loading</footer>'))
+
+
+def _document(title: str, head: Html, *inside: Any) -> str:
+    """A document. A lone surrogate, which JSON may hold and UTF-8 not, is a `?`."""
     whole = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"{element('title', title)}<style>{STYLE}</style></head>\n<body>\n"
-        + "\n".join(map(text, (element("h1", title), *inside)))
+        f"{head}{element('title', title)}<style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join(map(text, inside))
         + "\n</body></html>\n"
     )
     return whole.encode("utf-8", "replace").decode("utf-8")

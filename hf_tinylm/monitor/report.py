@@ -3,181 +3,57 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ..errors import ConfigError
-from ..files import read_json, sha256_of_file
-from .charts import Chart, Line, draw, points
-from .events import TROUBLE, clock, duration, in_words, size
-from .follow import column, number
+from ..contract import MANIFEST, RUN_FILE
+from ..files import read_json, sha256_of_file, write_text
+from .curves import clipped_share, drawn, run_charts
+from .events import clock
 from .html import Html, element, missing, page, section, table
+from .parts import checkpoints, evaluations, findings, hardware, incidents, samples, timeline, times, whole
+from .planned import planned_and_measured
 from .run import Run
+
+REPORT = "report.html"
+_MOMENTS = 12  # of samples
+_EVENTS = 2_000
 
 
 def report_page(run: Run) -> str:
     """The page of one run."""
-    parts: tuple[Callable[[Run], Html], ...] = (
-        *(_planned, _curves, _evaluations, _time, _checkpoints, _timeline, _contract, _data, _environment, _hashes),
+    parts = (
+        *(planned_and_measured(run), findings(run), _curves(run), evaluations(run), samples(run, _MOMENTS)),
+        *(incidents(run), times(run), hardware(run), checkpoints(run), timeline(run, _EVENTS)),
+        *(_contract(run), _data(run), _environment(run), _hashes(run)),
     )
     notes = [element("p", note, name="bad") for note in run.missing]
-    return page(f"{run.name}: {run.status()}", _subtitle(run), *notes, *(part(run) for part in parts))
+    return page(f"{run.name}: {run.status()}", _subtitle(run), *notes, *parts)
+
+
+def write_report(folder: Path) -> None:
+    """Write the report of a run that has ended into its folder; a failure is a notice, not the run's."""
+    try:
+        write_text(folder / REPORT, report_page(Run(folder)))
+    except Exception as error:  # whatever it is: the run itself is done and well
+        print(f"notice: the report was not written ({error!r}). Try: hf-tinylm report {folder}", file=sys.stderr)
 
 
 def _subtitle(run: Run) -> Html:
     note, expect = run.fact("facts", "note"), run.fact("facts", "expect")
-    lines = [f"{run.folder.resolve()}, read {clock(time.time())}"]
+    lines = [*run.origin(), f"read {clock(time.time())}"]
     lines += [f"note: {note}"] if note else []
     lines += [f"expected: {expect}"] if expect else []
     return Html("".join(element("p", line, name="soft") for line in lines))
 
 
-def _planned(run: Run) -> Html:
-    """Planned against measured."""
-    price = number(run.fact("config", "training"), "price_per_hour")
-    updates = run.planned_updates
-    rows: list[tuple[Any, ...]] = [
-        ("tokens (supervised)", _whole(run.planned_tokens), _whole(run.tokens), _share(run.tokens, run.planned_tokens)),
-        ("updates", _whole(updates), _whole(run.step), _share(run.step, updates)),
-        ("hours, all invocations", None, _form(run.wall_seconds and run.wall_seconds / 3600, ".3f"), None),
-        ("money", None, _form(run.cost, ".2f"), None if price is None else f"{price:g} per hour"),
-        ("tokens/s, last updates, saves and evaluations included", None, _form(run.tokens_per_second(), ",.0f"), None),
-    ]
-    left = run.seconds_left()
-    if run.status() != "finished":
-        rows.append(("time left at that rate", None, duration(left), None))
-    unknown = "A run does not record planned hours and money: hf-tinylm plan gives them before it starts."
-    return section("Planned and measured", table(("", "planned", "measured", ""), rows), missing(unknown))
-
-
 def _curves(run: Run) -> Html:
-    drawn = [picture for chart in run_charts(run) if (picture := draw(chart))]
-    if not drawn:
-        return section("Curves", missing("There are no two updates to draw."))
-    known = [row["clipped"] for row in run.updates if isinstance(row.get("clipped"), bool)]
-    words = f"{100 * sum(known) / len(known):.1f}% of the updates were clipped." if known else ""
-    return section("Curves", element("div", *(Html(picture) for picture in drawn), name="charts"), missing(words))
-
-
-def run_charts(run: Run) -> list[Chart]:
-    """Loss with validation, rate, gradient norm with its limit, and tokens per second, over tokens."""
-    rows = run.updates
-    tokens = column(rows, "supervised_tokens")
-    limit = number(run.fact("identity", "training"), "max_grad_norm")
-
-    def line(label: str, key: str) -> Line:
-        return Line(label, *points(tokens, column(rows, key)))
-
-    norm = Chart("gradient norm before clipping", [line("norm", "grad_norm")], log=True)
-    norm.limit = (limit, f"clipped above {limit:g}") if limit and norm.lines[0].ys else None
-    return [
-        Chart("loss, nats per token", [line("training", "loss"), validation(run)]),
-        Chart("learning rate", [line("rate", "learning_rate")]),
-        norm,
-        Chart("tokens per second while training", [line("speed", "tokens_per_second")]),
-    ]
-
-
-def validation(run: Run, label: str = "validation", colour: int = 1) -> Line:
-    """The validation losses at the tokens of their updates."""
-    steps, tokens, scored = column(run.updates, "step"), column(run.updates, "supervised_tokens"), run.evaluations
-    wanted = column(scored, "step")
-    known = np.isin(steps, wanted)
-    tokens_of = dict(zip(steps[known].tolist(), tokens[known].tolist(), strict=True))
-    places = np.array([tokens_of.get(step, np.nan) for step in wanted.tolist()], dtype=np.float64)
-    return Line(label, *points(places, column(scored, "eval_loss")), dots=True, colour=colour)
-
-
-def _evaluations(run: Run) -> Html:
-    rows: list[tuple[Any, ...]] = []
-    faults = []
-    for path in sorted((run.folder / "eval").rglob("*.json")):
-        of = path.parent.relative_to(run.folder / "eval")
-        try:
-            report = read_json(path)
-            for name, found in report["results"].items():
-                low, high = found.get("interval") or (None, None)
-                between = None if low is None else f"{low:.4f} to {high:.4f}"
-                model = "final" if str(of) == "." else str(of)
-                value = _form(number(found, "value"), ".4f")
-                rows.append((model, report["suite"], report.get("items"), name, value, between, found.get("rule")))
-        except (ConfigError, KeyError, TypeError, AttributeError, ValueError) as error:
-            faults.append(element("p", f"{path.name} is no report of hf-tinylm eval ({error!r}).", name="bad"))
-    head = ("model", "suite", "items", "metric", "value", "95% interval", "rule")
-    last = run.evaluations[-1] if run.evaluations else {}
-    words = "No validation was recorded."
-    if last:
-        bits = number(last, "bits_per_byte")
-        words = f"Last validation: {number(last, 'eval_loss'):.4f} nats per token at update {_whole(last.get('step'))}"
-        words += f" over {_whole(last.get('eval_tokens'))} tokens" + (
-            "." if bits is None else f", {bits:.4f} bits/byte."
-        )
-    by_source = last.get("eval_loss_by_source")
-    sources = table(("source", "validation loss"), by_source.items()) if isinstance(by_source, dict) else Html()
-    told = table(head, rows) if rows else missing("eval/ holds no report: hf-tinylm eval writes them.")
-    return section("Evaluation", element("p", words), sources, told, *faults)
-
-
-def _time(run: Run) -> Html:
-    """Both clocks, where the time went, and the invocations."""
-    clocks, origin = _clocks(run)
-    seconds = clocks.get("seconds")
-    if not isinstance(seconds, dict):
-        names = ("training", "evaluation", "saving", "data", "startup")
-        seconds = {name: clocks[f"{name}_seconds"] for name in names if f"{name}_seconds" in clocks}
-    total = number(clocks, "wall_seconds")
-    went = [(name, duration(number(seconds, name)), _share(number(seconds, name), total)) for name in seconds]
-    where = table(("", "time", "share"), went) if went else missing("No clocks are recorded.")
-    starts = [
-        (i, clock(one["began"]), clock(one["last_seen"]), f"{one['from_step']:,}", f"{one['to_step']:,}", one["ended"])
-        for i, one in enumerate(run.invocations(), 1)
-    ]
-    rates = column(run.updates, "tokens_per_second")
-    rates = rates[~np.isnan(rates)]
-    speed = f"{np.median(rates):,.0f} tokens/s while training (median)" if len(rates) else "no speed recorded"
-    wall = run.wall_seconds
-    ends = f"{run.tokens / wall:,.0f} tokens/s end to end" if wall else "no wall clock recorded"
-    words = f"{duration(wall)} of wall time in {len(starts):,} invocations; {speed}, {ends}."
-    head = ("", "began", "last event", "from update", "to update", "ended")
-    return section("Time", element("p", words), where, missing(origin), table(head, starts))
-
-
-def _clocks(run: Run) -> tuple[dict[str, Any], str]:
-    """Seconds by what they went into, and where that is recorded: the end of the run, or the newest checkpoint."""
-    if isinstance(run.done.get("clocks"), dict):
-        return run.done["clocks"], "From DONE.json, over the whole run."
-    for one in reversed(run.checkpoints()):
-        path = run.folder / one["name"] / "trainer_state.json"
-        try:
-            state = read_json(path)
-        except ConfigError:
-            continue  # not whole: an older one is asked
-        if isinstance(state, dict) and isinstance(state.get("clocks"), dict):
-            return state["clocks"], f"As of {one['name']}; what came after it is in no clock yet."
-    return {}, ""
-
-
-def _checkpoints(run: Run) -> Html:
-    saved = {str(event.get("checkpoint")): event for event in run.events if event.get("event") == "saved"}
-    rows = []
-    for one in run.checkpoints():
-        event = saved.get(one["name"], {})
-        state = "manifest there, hashes not checked" if one["whole"] else "not whole: no manifest"
-        stall, write = number(event, "stall_seconds"), number(event, "write_seconds")
-        rows.append((one["name"], size(one["bytes"]), _form(write, ".2f"), _form(stall, ".3f"), state))
-    return section("Checkpoints", table(("on disk", "size", "seconds to write", "training held up, s", ""), rows))
-
-
-def _timeline(run: Run) -> Html:
-    rows = []
-    for event in run.events:
-        words = element("span", in_words(event), name="bad" if event.get("event") in TROUBLE else "")
-        rows.append((clock(number(event, "time")), _whole(event.get("step")), words))
-    return section("Timeline", table(("time", "update", "event"), rows))
+    """Everything over tokens, and the loss over hours."""
+    over_hours = run_charts(run, "hours")[0]
+    over_hours.title = "loss over hours, nats per token"
+    return section("Curves", drawn([*run_charts(run), over_hours]), clipped_share(run))
 
 
 def _contract(run: Run) -> Html:
@@ -210,8 +86,8 @@ def _pack(run: Run) -> Html:
         return missing(f"{path} is of another pack than the run read, so its counts are not shown.")
     manifest = read_json(path)
     parts = manifest.get("sources") or {}
-    rows = [(name, _whole(one.get("ids")), _whole(one.get("documents"))) for name, one in parts.items()]
-    words = f"{_whole(manifest.get('ids'))} ids in {_whole(manifest.get('documents'))} documents."
+    rows = [(name, whole(one.get("ids")), whole(one.get("documents"))) for name, one in parts.items()]
+    words = f"{whole(manifest.get('ids'))} ids in {whole(manifest.get('documents'))} documents."
     return Html(element("p", words) + table(("source", "ids", "documents"), rows))
 
 
@@ -223,12 +99,15 @@ def _environment(run: Run) -> Html:
 
 
 def _hashes(run: Run) -> Html:
+    """Hashes that the run recorded, and those of what lies in its folder now."""
     found = {"tokenizer": run.fact("identity", "data", "tokenizer_sha256")}
     found["pack manifest"] = run.fact("identity", "data", "manifest_sha256")
     weights = run.done.get("final_weights_sha256")
-    found |= weights if isinstance(weights, dict) else {}
+    found |= {f"final/{name}": digest for name, digest in weights.items()} if isinstance(weights, dict) else {}
     found["manifest of the last checkpoint"] = run.done.get("last_checkpoint_manifest_sha256")
-    rows = [(name, element("span", digest, name="hash")) for name, digest in found.items() if digest]
+    here = [Path(RUN_FILE), *(Path(one["name"]) / MANIFEST for one in run.checkpoints())]
+    now = {f"{path}, as it is now": sha256_of_file(run.folder / path) for path in here if (run.folder / path).is_file()}
+    rows = [(name, element("span", digest, name="hash")) for name, digest in (found | now).items() if digest]
     return section("Hashes (SHA-256)", table((), rows))
 
 
@@ -237,16 +116,3 @@ def leaves(value: Any, where: str = "") -> list[tuple[str, Any]]:
     if not isinstance(value, dict):
         return [(where, value)]
     return [pair for key in value for pair in leaves(value[key], f"{where}.{key}" if where else str(key))]
-
-
-def _whole(value: Any) -> str | None:
-    found = number({"value": value}, "value")
-    return None if found is None else f"{found:,.0f}"
-
-
-def _form(value: float | None, form: str) -> str | None:
-    return None if value is None else format(value, form)
-
-
-def _share(part: float | None, whole: float | None) -> str | None:
-    return None if part is None or not whole else f"{100 * part / whole:.1f}%"

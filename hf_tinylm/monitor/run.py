@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
-from ..contract import DONE_FILE, EVENTS, MANIFEST, METRICS, RUN_FILE, list_checkpoints, step_of
+import numpy as np
+
+from ..contract import DONE_FILE, EVENTS, MANIFEST, METRICS, MIRROR, RUN_FILE, list_checkpoints, step_of
 from ..errors import ConfigError
 from ..files import read_json
-from .events import STARTS
-from .follow import Follower, number
+from .events import STARTS, clock
+from .follow import Follower, column, number
+from .rows import Updates, read_block
 
 RATE_ROWS = 200  # updates that the present rate is measured over
 _SILENT_SECONDS = 120.0
@@ -20,7 +22,7 @@ _SILENT_SECONDS = 120.0
 class Run:
     """One run, running or finished. `refresh` takes in what was written since the last time.
 
-    `updates` are rows with a loss and its tokens (the last `keep` of them), `evaluations` rows with an eval_loss.
+    `updates` are rows with the tokens so far (the last `keep` of them), `evaluations` rows with an eval_loss.
 
     Raises:
         ConfigError: the folder holds no file of a run.
@@ -36,7 +38,7 @@ class Run:
             raise ConfigError(
                 f"{folder} is no run: it has no {RUN_FILE}, {METRICS} or {EVENTS}. Give the output_dir of a run.{near}"
             )
-        self.updates: deque[dict[str, Any]] = deque(maxlen=keep)
+        self.updates = Updates(keep)
         self.evaluations: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self._metrics, self._events = Follower(folder / METRICS), Follower(folder / EVENTS)
@@ -52,17 +54,17 @@ class Run:
             raise ConfigError(f"{self.folder} is gone: it was moved or removed while it was read. Give its new path.")
         self.missing: list[str] = []
         self.contract = self._json(RUN_FILE, "what the run is, its data and its environment are not known")
+        self.mirror = self._json(MIRROR, None)
         self.finished = (self.folder / DONE_FILE).is_file()  # before the rows: after it none is written
         self.done = self._json(DONE_FILE, None)
-        rows, replaced = self._metrics.poll()
+        lines, replaced = self._metrics.read()
+        block = read_block(lines)
+        self._metrics.damaged += block.damaged
         if replaced:
             self.updates.clear()
             self.evaluations.clear()
-        for row in rows:
-            if "eval_loss" in row:
-                self.evaluations += [row] if number(row, "eval_loss") is not None else []
-            elif "loss" in row and (type(row.get("supervised_tokens")) is int or number(row, "supervised_tokens")):
-                self.updates.append(row)
+        self.updates.add(block)
+        self.evaluations += block.evaluations
         events, renewed = self._events.poll()
         self.events = events if renewed else self.events + events
         for follower, what in ((self._metrics, "there are no curves"), (self._events, "there is no timeline")):
@@ -70,7 +72,19 @@ class Run:
                 self.missing.append(f"{follower.path.name} is missing: {what}.")
             elif follower.damaged:
                 self.missing.append(f"{follower.path.name}: {follower.damaged:,} damaged lines were passed over.")
+        self._look_for_two_runs()
         return replaced
+
+    def _look_for_two_runs(self) -> None:
+        """A resume drops the rows beyond its checkpoint, so in a run's own file updates only go up."""
+        steps = column(self.updates, "step")
+        back = np.flatnonzero(np.diff(steps) <= 0)
+        if len(back):
+            before, after = steps[back[0]], steps[back[0] + 1]
+            self.missing.append(
+                f"{METRICS} holds the rows of two runs: update {after:,.0f} comes after update {before:,.0f}. Curves "
+                "and clocks mix them; give each run an output_dir of its own."
+            )
 
     def _json(self, name: str, loss: str | None) -> dict[str, Any]:
         """A JSON object of the folder, empty when it cannot be read; `loss` says what that means, None: nothing."""
@@ -84,6 +98,17 @@ class Run:
             self.missing.append(str(error))
             return {}
         return found if isinstance(found, dict) else {}
+
+    def origin(self) -> list[str]:
+        """Lines on where what is shown comes from: the folder, and of which run it is a mirror."""
+        if not self.mirror:
+            return [str(self.folder.resolve())]
+        original = str(self.mirror.get("run", "unknown"))
+        there = "is still there" if Path(original).is_dir() else "is gone, or on another machine"
+        return [
+            f"From the mirror {self.folder.resolve()} of the run {original}, which {there}; last copied "
+            f"{clock(number(self.mirror, 'time'))}. A mirror has no checkpoints and no eval reports."
+        ]
 
     # ---- what the run is ----------------------------------------------------------------------------------------
 
@@ -129,7 +154,7 @@ class Run:
     def wall_seconds(self) -> float | None:
         """Seconds of all invocations, as far as they left a record."""
         clocks = self.done.get("clocks")
-        told = [number(row, "wall_seconds") for row in (*list(self.updates)[-1:], *self.events, clocks or {})]
+        told = [number(row, "wall_seconds") for row in (*self.updates[-1:], *self.events, clocks or {})]
         return max((seconds for seconds in told if seconds is not None), default=None)
 
     @property
@@ -146,7 +171,7 @@ class Run:
         """
         starts = [number(event, "wall_seconds") for event in self.events if event.get("event") in STARTS]
         since = starts[-1] or 0.0 if starts else 0.0
-        rows = [row for row in list(self.updates)[-RATE_ROWS:] if (number(row, "wall_seconds") or 0.0) >= since]
+        rows = [row for row in self.updates[-RATE_ROWS:] if (number(row, "wall_seconds") or 0.0) >= since]
         if len(rows) < 2:
             return number(rows[0], "tokens_per_second") if rows else None
         tokens = (number(rows[-1], "supervised_tokens") or 0) - (number(rows[0], "supervised_tokens") or 0)
@@ -177,7 +202,7 @@ class Run:
 
     def _patience(self) -> float:
         """Seconds of silence that are normal: ten updates, and at least two minutes."""
-        updates = [number(row, "seconds") or 0.0 for row in list(self.updates)[-RATE_ROWS:]]
+        updates = [number(row, "seconds") or 0.0 for row in self.updates[-RATE_ROWS:]]
         return max(_SILENT_SECONDS, 10 * max(updates, default=0.0))
 
     def invocations(self) -> list[dict[str, Any]]:

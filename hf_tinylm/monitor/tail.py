@@ -43,7 +43,7 @@ def state_of(run: Run, now: float | None = None) -> dict[str, Any]:
         "wall_seconds": run.wall_seconds,
         "cost": run.cost,
         "invocations": len(run.invocations()),
-        "last_rows": list(run.updates)[-LAST_ROWS:],
+        "last_rows": run.updates[-LAST_ROWS:],
         "last_evaluation": last,
         "checkpoints": run.checkpoints(),
         "events": [

@@ -58,6 +58,11 @@ class UpdatePlan:
         """Targets of the zero-based update."""
         return self.last_update_tokens if update == self.updates - 1 else self.global_batch_tokens
 
+    def tokens_of_process(self, update: int, process: int) -> int:
+        """Those of them that are in the windows of a process: the last update may leave the later ones without any."""
+        share = self.windows_per_process * self.sequence_length
+        return min(max(self.tokens_of_update(update) - process * share, 0), share)
+
     def tokens_before(self, update: int) -> int:
         """Targets of all updates before the zero-based update."""
         return min(update * self.global_batch_tokens, self.train_tokens)

@@ -79,9 +79,10 @@ def main() -> int:
     training.per_device_train_batch_size = rows
     training.global_batch_tokens = micro * min(_MICRO_BATCHES, max(1, training.global_batch_tokens // micro))
     training.train_tokens = 10**6 * training.global_batch_tokens  # the watch ends it
+    training.torch_compile = training.torch_compile is True  # it needs less memory, and takes a minute of each trial
     training.output_dir, training.report_to, training.warmup_steps = request["output_dir"], [], 0
     training.eval_steps = training.save_steps = training.save_minutes = training.milestone_steps = None
-    training.init_from, training.init_optimizer = None, False
+    training.init_from, training.init_optimizer, training.mirror_dir = None, False, None
     training.stop_after_updates = training.max_hours = training.max_cost = training.resume_from_checkpoint = None
     try:
         found = measure(config, int(request["vocab_size"]), float(request["seconds"]))

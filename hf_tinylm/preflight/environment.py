@@ -82,6 +82,7 @@ def throughput(subject: Subject) -> Finding:
         seconds = time.monotonic() - began
     rate = batch["input_ids"].numel() * subject.trainer.accelerator.num_processes / seconds
     hours = plan.train_tokens / rate / 3600
+    subject.trainer.expected_tokens_per_second = rate  # kept in run.json: the report compares it with what came
     return Finding(True, f"about {rate:,.0f} tokens/s, {hours:.2f} hours for {plan.train_tokens:,} tokens", "it runs")
 
 
@@ -181,7 +182,7 @@ def probe_run(subject: Subject, name: str, **settings: Any) -> LMTrainer:
         **dict.fromkeys(
             ("init_from", "milestone_steps", "save_minutes", "stop_after_updates", "max_hours", "max_cost")
         ),
-        "resume_from_checkpoint": None,
+        **{"mirror_dir": None, "resume_from_checkpoint": None},
     }
     for key, value in {**fields, **settings}.items():
         setattr(args, key, value)

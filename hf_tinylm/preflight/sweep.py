@@ -73,6 +73,8 @@ def branches_of(config: str, overrides: Sequence[str]) -> list[Branch]:
         raise ConfigError("output_dir is missing. Give the folder that the sweep is put in: --output_dir runs/NAME.")
     root = Path(base.training.output_dir) / SWEEP
     defaults = [] if "gguf" in parse_overrides(common) else ["--gguf", "[]", "--verify", "false"]
+    if base.training.mirror_dir is not None:
+        raise ConfigError("The branches of a sweep have no mirror. Leave mirror_dir out, or give --mirror_dir null.")
     branches = []
     for values in itertools.product(*swept.values()):
         named = dict(zip(swept, values, strict=True))

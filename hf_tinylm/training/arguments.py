@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,8 +17,8 @@ from transformers import TrainingArguments
 
 from ..errors import ConfigError
 from ..planning import UpdatePlan, plan_updates
-from ..sections import RunConfig
-from .device import cpu_has_bf16
+from ..sections import RunConfig, TrainingSection
+from .device import Precision, choose_precision, device_facts
 
 HONOURED = frozenset(
     """
@@ -129,6 +130,7 @@ class LMTrainingArguments(TrainingArguments):
     price_per_hour: float | None = None
     note: str | None = None
     expect: str | None = None
+    mirror_dir: str | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(TrainingArguments):
@@ -161,7 +163,8 @@ class LMTrainingArguments(TrainingArguments):
         if not self.use_cpu and not accelerator_present():
             self.use_cpu = True
         super().__post_init__()
-        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = any(asked), asked[1], asked[2]
+        asked_for: Any = asked[0] or any(asked)  # "auto" is decided by LMTrainer, which knows the length of the run
+        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = asked_for, asked[1], asked[2]
 
 
 def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:
@@ -186,11 +189,13 @@ def accelerator_present() -> bool:
     return torch.accelerator.is_available() or "PJRT_DEVICE" in os.environ
 
 
-def multiplies_bf16(use_cpu: bool) -> bool:
-    """Whether the device multiplies bfloat16 matrices faster than float32 ones."""
-    if accelerator_present() and not use_cpu:
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return cpu_has_bf16()
+def precision_of(training: TrainingSection, use_cpu: bool) -> tuple[Precision, str]:
+    """The precision of a run's matrix products on this process's device, and why."""
+    if training.precision != "auto":
+        return training.precision, "as asked"
+    if training.fp16 or training.bf16 != "auto":
+        return "fp16" if training.fp16 else "bf16" if training.bf16 else "fp32", "as asked"
+    return choose_precision(device_facts(use_cpu))
 
 
 def cpu_threads(asked: int | None) -> int:
@@ -215,11 +220,13 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
     use_cpu = training.use_cpu or not accelerator_present()
     if use_cpu:
         torch.set_num_threads(cpu_threads(training.cpu_threads))
-    if training.fp16 and use_cpu:
+    precision, why = precision_of(training, use_cpu)
+    if precision == "fp16" and use_cpu:
         raise ConfigError("fp16 needs a GPU; this run is on a CPU. Leave it out, or use bf16.")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"precision {precision}: {why}", file=sys.stderr, flush=True)
     if config.model.attn_implementation == "flex_attention" and use_cpu:
         raise ConfigError("attn_implementation=flex_attention trains on a GPU only; this run is on a CPU. Use sdpa.")
-    bf16 = multiplies_bf16(use_cpu) and not training.fp16 if training.bf16 == "auto" else training.bf16
     values: dict[str, Any] = {
         "output_dir": training.output_dir,
         "train_tokens": training.train_tokens,
@@ -234,7 +241,8 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
         "adam_beta2": training.adam_beta2,
         "adam_epsilon": training.adam_epsilon,
         "max_grad_norm": training.max_grad_norm,
-        "bf16": bf16,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
         "torch_compile": training.torch_compile,
         "use_cpu": use_cpu,
         "logging_steps": training.logging_steps,
@@ -258,7 +266,7 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
 _SAME_NAME = (
     *("save_minutes", "save_total_limit", "save_best", "milestone_steps", "save_in_background", "init_from"),
     *("init_optimizer", "nonfinite", "nonfinite_limit", "stop_after_updates", "max_hours", "max_cost"),
-    *("price_per_hour", "note", "expect", "fp16", "epochs", "source_loss", "stage_dir"),
+    *("price_per_hour", "note", "expect", "epochs", "source_loss", "stage_dir", "mirror_dir"),
 )
 
 

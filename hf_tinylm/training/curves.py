@@ -14,7 +14,7 @@ from ..files import atomic_file
 Axis = Literal["tokens", "flops", "hours"]
 AXES: tuple[Axis, ...] = ("tokens", "flops", "hours")
 _LABELS = {"tokens": "tokens", "flops": "FLOPs", "hours": "hours"}
-_MOST_POINTS = 2_000  # of a drawn line
+MOST_POINTS = 800  # of a drawn line: about one for each of its pixels
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,30 @@ def _points(updates: Sequence[dict[str, Any]], values: Sequence[float], flops_pe
     return Points(tokens, tokens * flops_per_token, hours, np.array(values, dtype=np.float64))
 
 
+def thin(xs: np.ndarray, ys: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """The known points, at most `most`: the lowest and highest of each stretch, so that no spike is lost, and the last.
+
+    Args:
+        xs: (n,) rising; nan where it is not known.
+        ys: (n,), the same.
+    """
+    known = ~(np.isnan(xs) | np.isnan(ys))
+    xs, ys = xs[known], ys[known]
+    if len(xs) <= most:
+        return xs, ys
+    kept = {len(xs) - 1}
+    for part in np.array_split(np.arange(len(xs)), most // 2 - 1):
+        kept |= {int(part[0] + ys[part].argmin()), int(part[0] + ys[part].argmax())}
+    chosen = np.array(sorted(kept))
+    return xs[chosen], ys[chosen]
+
+
 def draw_losses(
     curves: Sequence[Curve], picture: Path, over: Sequence[Axis] = ("tokens",), unit: str = "loss, nats per token"
 ) -> None:
     """Write a PNG: a panel for each axis; training as lines, validation as marked ones, the later curve on top.
 
-    A line of more than 2,000 points is drawn from evenly chosen ones.
+    Long lines are thinned.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -86,9 +104,7 @@ def draw_losses(
             style = {"color": f"C{number % 10}", "zorder": 2 + number}
             label = {"label": curve.name}
             if len(curve.training):
-                every = -(-len(curve.training) // _MOST_POINTS)
-                x, y = curve.training.over(axis)[::every], curve.training.values[::every]
-                axes.plot(x, y, lw=0.8, alpha=0.6, **label, **style)
+                axes.plot(*thin(curve.training.over(axis), curve.training.values), lw=0.8, alpha=0.6, **label, **style)
                 label = {}
             if len(curve.validation):
                 axes.plot(curve.validation.over(axis), curve.validation.values, "o-", lw=1, ms=4, **label, **style)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class JsonLines:
     def __init__(self, path: Path, enabled: bool = True) -> None:
         self.path = path
         self.enabled = enabled
+        self._writing = threading.Lock()  # the threads of checkpoints and of the mirror tell events too
         self._ends_whole = False  # known to end with a whole line
 
     def append(self, row: dict[str, Any]) -> None:
@@ -43,12 +45,13 @@ class JsonLines:
             return
         line = json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
         try:
-            if not self._ends_whole:
-                _mend_last_line(self.path)
-            self._ends_whole = False
-            with self.path.open("a", encoding="utf-8", newline="\n") as file:
-                file.write(line)
-            self._ends_whole = True
+            with self._writing:
+                if not self._ends_whole:
+                    _mend_last_line(self.path)
+                self._ends_whole = False
+                with self.path.open("a", encoding="utf-8", newline="\n") as file:
+                    file.write(line)
+                self._ends_whole = True
         except OSError as error:
             raise TrainingError(
                 f"{self.path} could not be written: {error}. {last_good(self.path.parent)} "

@@ -21,6 +21,7 @@ from .folder import RunLock, check_disk, is_start_that_was_killed, leftovers, re
 from .inputs import input_facts
 from .lineage import initialise_from, lineage
 from .metrics import EVENTS, METRICS, Events, JsonLines
+from .mirror import Mirror
 from .optimizer import load_optimizer_tensors, optimizer_tensors
 from .random_state import random_tensors
 from .saver import CheckpointSaver, HostCopies
@@ -50,6 +51,7 @@ class RunRecord:
         self.metrics = JsonLines(self.output_dir / METRICS, enabled=self.main)
         self.events = Events(self.output_dir / EVENTS, enabled=self.main)
         self.lock = RunLock(self.output_dir)
+        self.mirror = Mirror(self.output_dir, trainer.args.mirror_dir if self.main else None, self._warn)
         self.clocks = Clocks(began=began)
         args = trainer.args
         self.saver = CheckpointSaver(
@@ -76,12 +78,14 @@ class RunRecord:
         if self.main:
             if not known and not is_start_that_was_killed(self.output_dir):
                 refuse_folder_in_use(self.output_dir)
+            self.mirror.check(known)
             check_disk(self.output_dir, *self.disk_needed(self.output_dir))
             trace = self.lock.acquire()
             remove_leftovers(self.output_dir)
             if not known:
                 write_contract(self.output_dir, contract)
             self._tell(trace, passed_over, changed)
+            self.mirror.start()
         self.trainer.accelerator.wait_for_everyone()  # all have selected their checkpoint before any is renamed
         if folder is not None:
             self._restore(read_checkpoint(self._nearby(folder)), folder, changed)
@@ -108,6 +112,7 @@ class RunRecord:
                 with self.clocks.measure("saving_seconds"):
                     self.saver.wait()
         finally:
+            self.mirror.flush()
             self.lock.release()
 
     def last_checkpoint(self) -> str | None:
@@ -157,6 +162,7 @@ class RunRecord:
             "tf32": args.tf32,
         }
         facts: dict[str, Any] = {"note": args.note, "expect": args.expect}
+        facts["expected_tokens_per_second"] = trainer.expected_tokens_per_second
         if self.main and not known:
             sets = (trainer.train_dataset, trainer.eval_dataset)
             facts["inputs"] = input_facts(*sets, plan, args.eval_tokens, trainer.processing_class)
@@ -180,6 +186,8 @@ class RunRecord:
             there = len(dataset) * int(dataset.sequence_length)
             if there < args.eval_tokens:
                 notices.append(f"eval_tokens={args.eval_tokens:,} were asked; validation has {there:,}, all are used.")
+        if self.trainer.not_compiled:
+            notices.append(f"{self.trainer.not_compiled} The run goes on without it; torch_compile: false says so.")
         altered = [line for line in changed if line.split(":")[0] in CHANGES_BITS]
         if altered:
             notices.append(
@@ -189,9 +197,12 @@ class RunRecord:
         for notice in notices:
             self._notice(notice)
 
-    def _notice(self, notice: str) -> None:
+    def _notice(self, notice: str, step: int = 0) -> None:
         print(f"notice: {notice}", file=sys.stderr, flush=True)
-        self.events.add("warned", 0, reason=notice)
+        self.events.add("warned", step, reason=notice)
+
+    def _warn(self, notice: str) -> None:
+        self._notice(notice, self.trainer.state.global_step)
 
     def disk_needed(self, output_dir: Path) -> tuple[int, str]:
         """Bytes that the run may still write into its folder, and what they are."""

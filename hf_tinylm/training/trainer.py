@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate.utils import set_seed
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
@@ -21,22 +21,24 @@ from transformers.trainer_utils import TrainOutput
 
 from ..errors import ConfigError, RunStopped, TrainingError
 from ..modeling.model import TinyLMForCausalLM
-from ..modeling.projected_loss import compilable_chunk_loss
 from ..modeling.stock import save_stock_model
 from .arguments import LMTrainingArguments, plan_run
 from .batches import micro_batches
 from .callbacks import ProgressBar
 from .clocks import budget_reached, synchronise
+from .compiling import compiles
 from .interrupt import INTERRUPT
 from .metrics import peak_flops
 from .nonfinite import describe_failure
 from .optimizer import adamw
+from .prefetch import Prefetched
 from .random_state import restore_random, undisturbed_random
 from .record import RunRecord
 from .schedule import CosineSchedule
 from .source_loss import by_source, training_sources
 from .update import Update, UpdateResult
 from .validation import evaluation_row, validate
+from .wrapping import wrapped_for_training
 
 # A float16 gradient that still overflows after so many halvings of the scale is not an overflow of the scale.
 OVERFLOW_LIMIT = 40
@@ -87,6 +89,8 @@ class LMTrainer(Trainer):
         self.plan = plan_run(args, train_dataset)
         self.schedule = CosineSchedule(args.learning_rate, args.min_lr_ratio, int(args.warmup_steps), self.plan.updates)
         self.output_dir = Path(str(args.output_dir))
+        flops = model.config.shape.flops_per_token_with_attention(self.plan.sequence_length) * self.plan.train_tokens
+        args.torch_compile, self.not_compiled = compiles(args.torch_compile, flops, args.device.type)
         self.sources = training_sources(args.source_loss, train_dataset)
         self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
         self.run_facts, self.run_config, self.export_bytes = run_facts or {}, run_config, export_bytes
@@ -102,6 +106,7 @@ class LMTrainer(Trainer):
             self.remove_callback(stock_progress)
         if not args.disable_tqdm:
             self.add_callback(ProgressBar())
+        self.expected_tokens_per_second: float | None = None  # as preflight measured it
         self.supervised_tokens = 0
         self.skipped_batches = 0  # batches of windows passed over because their loss was not finite
         self.evaluation_due = False  # the present update is still to be evaluated
@@ -134,11 +139,13 @@ class LMTrainer(Trainer):
         asked = resume_from_checkpoint or self.args.resume_from_checkpoint
         with INTERRUPT.deferred():
             model = self._prepare()
+            self.batches = Prefetched(self._batches_of)
             try:
                 resumed = self.record.open("auto" if asked is True else asked)
                 return self._run(model, resumed)
             finally:
                 self.is_in_train = False
+                self.batches.close()
                 self.record.close()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -151,7 +158,8 @@ class LMTrainer(Trainer):
 
     def get_train_dataloader(self) -> Iterator[list[dict[str, torch.Tensor]]]:  # type: ignore[override]
         """This process's micro-batches (`input_ids`, `shift_labels`), on the host, of each update that is left."""
-        return (self._batches_of(number) for number in range(self.state.global_step, self.plan.updates))
+        updates = range(self.state.global_step, self.plan.updates)
+        return (self._batches_of(number, self.skipped_batches) for number in updates)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -198,8 +206,8 @@ class LMTrainer(Trainer):
         start, clocks = self.state.global_step, self.record.clocks
         norm, sources = self.args.max_grad_norm, len(self.sources)
         updates = Update(self.accelerator, model, self.optimizer, norm, self.scaler, sources)
-        if self.accelerator.num_processes > 1:
-            updates.warm_up(self.train_dataset.batch(np.arange(self.plan.per_device_train_batch_size)))
+        if self.accelerator.num_processes > 1 or self.args.torch_compile:
+            updates.warm_up(self._batches_of(start, self.skipped_batches)[0])
         set_seed(self.args.seed, device_specific=True)
         if resumed and self.random_state is not None:
             restore_random(self.random_state)
@@ -213,7 +221,9 @@ class LMTrainer(Trainer):
         losses = 0.0
         while self.state.global_step < self.plan.updates and not self.control.should_training_stop:
             with clocks.measure("data_seconds"):
-                batches = self._batches_of(self.state.global_step)
+                batches = self.batches(self.state.global_step, self.skipped_batches)
+            if self.state.global_step + 1 < self.plan.updates:
+                self.batches.ahead(self.state.global_step + 1, self.skipped_batches)
             losses += self._one_update(batches, updates, time.monotonic(), self.state.global_step - start)
         self.record.close()
         self._end_if_asked(self.state.global_step - start)
@@ -263,9 +273,15 @@ class LMTrainer(Trainer):
 
     def _attempt(self, batches: list[dict[str, torch.Tensor]], updates: Update, done_before: int) -> UpdateResult:
         """One update; with float16, tried again at a lower scale while its gradients overflow."""
-        rate = self.schedule(self.state.global_step)
+        number, known = self.state.global_step, None
+        rate = self.schedule(number)
+        if getattr(self.train_dataset, "every_position_is_a_target", False):
+            known = (
+                self.plan.tokens_of_process(number, self.accelerator.process_index),
+                self.plan.tokens_of_update(number),
+            )
         for _ in range(OVERFLOW_LIMIT):
-            result = updates.run(batches, rate, lambda: self._requests(done_before + 1))
+            result = updates.run(batches, rate, lambda: self._requests(done_before + 1), known)
             if not result.overflow:
                 break
             self.record.events.add("warned", self.state.global_step, reason="float16 overflow, scale lowered")
@@ -364,10 +380,13 @@ class LMTrainer(Trainer):
         parts = {"loss_by_source": by_source(self.sources, result.source_sums)} if self.sources else {}
         self.record.metrics.append(self._row | parts)
 
-    def _batches_of(self, number: int) -> list[dict[str, torch.Tensor]]:
-        """This process's micro-batches of the zero-based update."""
-        process, skipped = self.accelerator.process_index, self.skipped_batches
-        return micro_batches(self.train_dataset, self.plan, process, number, skipped, bool(self.sources))
+    def _batches_of(self, number: int, skipped: int) -> list[dict[str, torch.Tensor]]:
+        """This process's micro-batches of the zero-based update, after `skipped` batches that were passed over."""
+        process, sources = self.accelerator.process_index, bool(self.sources)
+        batches = micro_batches(self.train_dataset, self.plan, process, number, skipped, sources)
+        if self.args.device.type == "cuda":  # only from there is a copy to the device not waited for
+            batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
+        return batches
 
     def _evaluate_and_record(self) -> float | None:
         """Evaluate the present update and write its row; None, with `evaluation_due` set, when a signal ended it."""
@@ -409,22 +428,8 @@ class LMTrainer(Trainer):
         """Wrap the model for autocast, compilation and DDP once; create the optimizer and a fresh state."""
         args = self.args
         if self.model_wrapped is self.model:
-            if args.gradient_checkpointing:
-                self.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
             self.create_optimizer()
-            if args.torch_compile:  # the method, not the module: parameter names stay as they are
-                backend, mode = args.torch_compile_backend or "inductor", args.torch_compile_mode
-                compiled = torch.compile(self.model.forward, backend=backend, mode=mode)
-                self.model.forward = compiled  # type: ignore[method-assign]
-                self.model.loss_of_chunk = torch.compile(compilable_chunk_loss, backend=backend, mode=mode)
-            bucket = {} if args.ddp_bucket_cap_mb is None else {"bucket_cap_mb": args.ddp_bucket_cap_mb}
-            self.accelerator.ddp_handler = DistributedDataParallelKwargs(
-                broadcast_buffers=False,
-                gradient_as_bucket_view=True,
-                static_graph=bool(args.ddp_static_graph),
-                **bucket,
-            )
-            self.model_wrapped = self.accelerator.prepare_model(self.model)
+            self.model_wrapped = wrapped_for_training(self.model, args, self.accelerator)
         self.model.train()
         self.callback_handler.model = self.model
         self.callback_handler.optimizer = self.optimizer

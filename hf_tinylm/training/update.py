@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..errors import TrainingError
 from ..modeling.loss import count_targets
 from .source_loss import SOURCE_IDS, source_sums
 
@@ -76,14 +77,19 @@ class Update:
         batches: list[dict[str, torch.Tensor]],
         learning_rate: float,
         requests: Callable[[], Sequence[float]] = tuple,
+        known: tuple[int, int] | None = None,
     ) -> UpdateResult:
         """Accumulate gradients over `batches`, then step with `learning_rate`, or leave everything as it was.
 
         Args:
             requests: asked after the last backward for numbers of this process that travel with the agreement, such as
                 "stop after this update".
+            known: targets of this process and of all, where they follow from the plan and need not be exchanged.
+
+        Raises:
+            TrainingError: the batches hold another number of targets than is known.
         """
-        targets = self._targets_of_all(batches)
+        targets = self._targets_of_all(batches, known)
         losses, sums = self._accumulate(batches, targets)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -107,8 +113,7 @@ class Update:
 
         Without it the first update after a resume would add gradients of three or more processes in another order.
         """
-        on_device = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
-        (self.model(**on_device, num_items_in_batch=1).loss * 0.0).backward()
+        (self._forward(batch, 1).loss * 0.0).backward()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _commit(self, learning_rate: float, norm: torch.Tensor) -> None:
@@ -121,8 +126,12 @@ class Update:
         else:
             self.scaler.step(self.optimizer)
 
-    def _targets_of_all(self, batches: list[dict[str, torch.Tensor]]) -> int:
+    def _targets_of_all(self, batches: list[dict[str, torch.Tensor]], known: tuple[int, int] | None) -> int:
         own = sum(int(count_targets(batch["shift_labels"])) for batch in batches)
+        if known is not None:
+            if own != known[0]:
+                raise TrainingError(f"An update has {own:,} targets on this process; its plan has {known[0]:,}.")
+            return known[1]
         if self.accelerator.num_processes == 1:
             return own
         counted = torch.tensor([own], dtype=torch.int64, device=self.accelerator.device)
@@ -135,14 +144,11 @@ class Update:
             (micro-batches,) float32: each one's share of the mean loss; and this process's `source_sums` (2, sources).
         """
         processes = self.accelerator.num_processes
-        wanted = {"return_target_losses": True} if self.sources else {}
         losses, of_targets = [], []
         for position, batch in enumerate(batches):
             last = position == len(batches) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-                inputs = {name: tensor for name, tensor in batch.items() if name != SOURCE_IDS}
-                on_device = {k: v.to(self.accelerator.device, non_blocking=True) for k, v in inputs.items()}
-                output = self.model(**on_device, num_items_in_batch=max(1, targets), **wanted)
+                output = self._forward(batch, max(1, targets))
                 loss = output.loss
                 scaled = loss * processes if processes > 1 else loss
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
@@ -153,6 +159,14 @@ class Update:
         for batch, each in zip(batches, of_targets, strict=False):  # not before all micro-batches are under way
             sums += source_sums(each, batch["shift_labels"], batch[SOURCE_IDS], self.sources)
         return torch.stack(losses), sums
+
+    def _forward(self, batch: dict[str, torch.Tensor], targets: int) -> Any:
+        """The model's output for a micro-batch whose summed loss is divided by `targets`."""
+        device = self.accelerator.device
+        wanted = {"return_target_losses": True} if self.sources else {}
+        inputs = {k: v.to(device, non_blocking=True) for k, v in batch.items() if k != SOURCE_IDS}
+        count = torch.tensor(targets, device=device)  # a number would be compiled into the graph
+        return self.model(**inputs, num_items_in_batch=count, **wanted)
 
     def _agree(
         self, losses: torch.Tensor, norm: torch.Tensor, requests: Sequence[float]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from runpy import run_path
 
@@ -19,7 +20,9 @@ from hf_tinylm.monitor.tail import state_of
 def test_a_real_run_is_read_in_full(tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     recipe = run_path(str(bundled("recipes", "pretrain.py")))["main"]
+    mirror = tmp_path / "mirror"
     start = ["--config", str(tiny_config), "--output_dir", str(folder), "--gguf", "[]", "--verify", "false"]
+    start += ["--mirror_dir", str(mirror), "--sample_steps", "3"]
     with pytest.raises(RunStopped):
         recipe([*start, "--stop_after_updates", "3", "--price_per_hour", "3600"])
     stopped = Run(folder)
@@ -40,8 +43,10 @@ def test_a_real_run_is_read_in_full(tiny_config: Path, tmp_path: Path, capsys: p
     assert {event["event"] for event in run.events} <= set(_WORDS)
     assert [one["name"] for one in run.checkpoints()][-1] == done["last_checkpoint"]
     capsys.readouterr()
-    assert main(["report", str(folder)]) == 0
-    page = (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()  # the recipe has written it
+    card = (folder / "final" / "README.md").read_text()
+    assert "](curves.png)" in card
+    assert (folder / "final" / "curves.png").read_bytes().startswith(b"\x89PNG")
     for told in (
         "From DONE.json",
         "stop_after_updates=3",
@@ -51,3 +56,13 @@ def test_a_real_run_is_read_in_full(tiny_config: Path, tmp_path: Path, capsys: p
     ):
         assert told in page
     assert "its counts are not shown" not in page  # the pack lies where the run read it
+    for name in ("run.json", "metrics.jsonl", "events.jsonl", "DONE.json"):
+        assert (mirror / name).read_bytes() == (folder / name).read_bytes()
+    shutil.rmtree(folder)
+    assert main(["report", str(mirror), "--png", "--pdf"]) == 0
+    page = (mirror / "report.html").read_text()
+    assert f"From the mirror {mirror} of the run {folder}, which is gone" in page
+    assert done["last_checkpoint_manifest_sha256"] in page
+    assert "A mirror has no checkpoints" in page
+    assert (mirror / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (mirror / "report.pdf").read_bytes().startswith(b"%PDF")

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from hf_tinylm.cli import main
-from hf_tinylm.monitor.charts import MOST_POINTS, thin
 from hf_tinylm.monitor.compare import last_loss
 from hf_tinylm.monitor.report import report_page
 from hf_tinylm.monitor.run import Run
+from hf_tinylm.training.curves import MOST_POINTS, thin
 
 ATTACK = '<script>alert("1")</script><img src=x onerror=alert(2)>'
 VOID = {"meta", "img", "br", "hr", "link"}

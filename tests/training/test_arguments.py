@@ -90,7 +90,7 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
         "save_best": "true", "milestone_steps": 9, "save_in_background": "false", "init_from": "other",
         "init_optimizer": "true", "nonfinite": "skip", "nonfinite_limit": 9, "stop_after_updates": 9, "max_hours": 9.0,
         "max_cost": 9.0, "price_per_hour": 9.0, "note": "other", "expect": "other",
-        "source_loss": "true", "stage_dir": "other", "epochs": 2,
+        "source_loss": "true", "stage_dir": "other", "epochs": 2, "mirror_dir": "other",
     }  # fmt: skip
     # for torch itself, for a GPU (both tested below), and read by the recipes before there are arguments
     not_arguments = {"cpu_threads", "fp16", "preflight", "sample_steps"}

@@ -157,7 +157,9 @@ def test_the_seconds_of_a_run_add_up_and_lie_where_they_were_spent(
     monkeypatch.setattr(saver, "write_checkpoint", slow_write)
     plain = make_trainer("plain")
     trainer = make_trainer(
-        train=SlowWindows(plain.train_dataset, 0.02),  # 6 updates of 4 micro-batches
+        train=SlowWindows(
+            plain.train_dataset, 0.1
+        ),  # 4 micro-batches: the first update waits, later ones are read ahead
         evaluation=SlowWindows(plain.eval_dataset, 0.05),  # 46 windows in 12 batches, 3 times
         callbacks=[Nap()],
         **{**SAVES, "save_steps": 3, "save_in_background": False},
@@ -167,7 +169,7 @@ def test_the_seconds_of_a_run_add_up_and_lie_where_they_were_spent(
     seconds = report["seconds"]
     assert sum(seconds.values()) == pytest.approx(report["wall_seconds"], abs=0.01)
     # No upper bounds: a busy machine is slower. Each sleep is in its own clock, and together they are the wall clock.
-    assert seconds["data"] >= 0.48
+    assert seconds["data"] >= 0.4
     assert seconds["evaluation"] >= 1.8
     assert seconds["saving"] >= 0.6
     assert seconds["start-up"] >= 0.2
