@@ -93,7 +93,7 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
         "source_loss": "true", "stage_dir": "other", "epochs": 2, "mirror_dir": "other",
     }  # fmt: skip
     # for torch itself, for a GPU (both tested below), and read by the recipes before there are arguments
-    not_arguments = {"cpu_threads", "fp16", "preflight", "sample_steps"}
+    not_arguments = {"cpu_threads", "fp16", "precision", "preflight", "sample_steps"}
     assert set(other) | not_arguments == {field.name for field in dataclasses.fields(TrainingSection)}
     base = ["--cpu_threads", "1", "--bf16", "false"]
     plain = training_arguments(load_config(None, [*base, "--output_dir", str(tmp_path)]))
