@@ -6,6 +6,7 @@ A process each, because a contender's allocator settings, compiled code and peak
 from __future__ import annotations
 
 import json
+import os
 import resource
 import statistics
 import sys
@@ -54,7 +55,8 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 def ours(shape: Shape, windows: TokenWindows, updates: int, folder: Path) -> StepTimes:
     """This package with its defaults."""
     section, vocabulary, rows, length, accumulation = shape
-    fields = {"global_batch_tokens": rows * length * accumulation, "torch_compile": True}
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    fields = {"global_batch_tokens": rows * length * accumulation * processes, "torch_compile": True}
     model = model_of(section, vocabulary, length)
     trainer, times = trainer_of(model, windows, folder / "run", rows, updates, **fields)
     trainer.train()
@@ -162,12 +164,12 @@ CONTENDERS: dict[str, Callable[..., StepTimes]] = {
 
 def measure(name: str, shape: Shape, updates: int) -> dict[str, Any]:
     """Seconds of the updates after the first two, of the way to the first, and peak memory, of this process."""
-    _section, vocabulary, rows, length, accumulation = shape
+    vocabulary, length = shape[1], shape[3]
     if name == "machine":
         found = {"bf16_peak": matrix_peak(torch.bfloat16), "fp32_peak": matrix_peak(torch.float32)}
         return {**found, "floor_seconds": floor(shape)}
     with tempfile.TemporaryDirectory() as folder:
-        windows = windows_of(vocabulary, length, ids=(updates + 1) * rows * accumulation * length + 1)
+        windows = windows_of(vocabulary, length)
         times = CONTENDERS[name](shape, windows, updates, Path(folder))
     cuda = torch.cuda.is_available()
     peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -127,7 +127,7 @@ _ABOVE_ZERO = {
         *("epochs", "learning_rate", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "save_minutes"),
         "sample_steps",
         *("save_total_limit", "cpu_threads", "milestone_steps", "nonfinite_limit", "stop_after_updates", "max_hours"),
-        *("max_cost", "price_per_hour"),
+        *("max_cost", "price_per_hour", "price_per_kwh", "sensor_seconds", "peak_flops"),
     ),
     "evaluation": ("eval_tokens",),
 }

@@ -152,6 +152,7 @@ class TrainingSection:
     cpu_threads: int | None = None  # None: OMP_NUM_THREADS when above 1, else the cores over the processes of this host
     logging_steps: int = 1
     source_loss: bool = False  # the training loss of each source in metrics.jsonl; that of validation always is
+    noise_scale: bool = True  # measure how much of each update is signal: keys noise_scale ... of metrics.jsonl
     eval_steps: int | None = None
     sample_steps: int | None = None  # write what the model makes of a file of prompts into events.jsonl; None: never
     save_steps: int | None = None
@@ -169,9 +170,12 @@ class TrainingSection:
     max_hours: float | None = None
     max_cost: float | None = None
     price_per_hour: float | None = None  # money per hour of wall time, any currency
+    price_per_kwh: float | None = None  # and per kWh at the GPUs, as measured
     note: str | None = None  # kept in run.json: why this run
     expect: str | None = None  # and what is expected of it
     preflight: bool = True  # of recipes/pretrain.py: checks before the first update; a resume repeats the cheap ones
+    sensor_seconds: float | None = 30.0  # between two rows of hardware.jsonl; null: no sensor is read
+    peak_flops: float | None = None  # FLOP/s of one device at the run's precision, for mfu; None: published ones
     report_to: list[str] = field(default_factory=list)
     run_name: str | None = None
     seed: int = 42

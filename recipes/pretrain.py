@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     from hf_tinylm.export.hub import destination_of, push_run
     from hf_tinylm.modeling.factory import new_model
     from hf_tinylm.monitor.report import write_report
+    from hf_tinylm.monitor.watch import watched
     from hf_tinylm.preflight.run import check_before_training
     from hf_tinylm.training.arguments import training_arguments
     from hf_tinylm.training.clocks import process_start
@@ -73,7 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
         trainer.add_callback(SampleTexts(trainer, every, read_prompts(config.evaluation.sample_prompts)))
     if config.training.preflight:
         check_before_training(trainer, pack, config)
-    trainer.train()
+    with watched(trainer, config.training):
+        trainer.train()
 
     final = run / "final"
     trainer.save_model(str(final))

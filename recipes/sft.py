@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     from hf_tinylm.model_folder import find_model_folder
     from hf_tinylm.modeling.factory import untrained_like
     from hf_tinylm.monitor.report import write_report
+    from hf_tinylm.monitor.watch import watched
     from hf_tinylm.tokenization.chat import chat_tokenizer, end_ids
     from hf_tinylm.tokenization.load import vocabulary_size
     from hf_tinylm.training.arguments import training_arguments
@@ -73,7 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
         trainer.add_callback(SampleTexts(trainer, every, read_prompts(config.evaluation.sample_prompts), chat=True))
     if trainer.is_world_process_zero():
         print("\n".join(chats.lines()), flush=True)
-    trainer.train()
+    with watched(trainer, config.training):
+        trainer.train()
 
     final = run / "final"
     trainer.save_model(str(final))

@@ -1,4 +1,4 @@
-"""`hf-tinylm tail`, `monitor` and `report`: a run seen from outside. They read its folder and cost the run nothing."""
+"""`hf-tinylm tail`, `monitor`, `diagnose`, `report`: a run seen from outside, by its folder, at no cost to the run."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ def register(commands: Any) -> None:
     how.add_argument("--follow", action="store_true", help="go on until the run is finished; Ctrl-C ends it")
     how.add_argument("--once", action="store_false", dest="follow", help="print once and end (the default)")
     takes_json(tail)
+
+    diagnosis = add_command(
+        commands,
+        "diagnose",
+        diagnose_run,
+        "what is wrong with a running or finished run: evidence, meaning and next step; exit 1 when something is",
+        "hf-tinylm diagnose runs/my",
+    )
+    diagnosis.add_argument("run_dir", metavar="RUN_DIR", help="output_dir of a run")
+    takes_json(diagnosis)
 
     monitor = add_command(
         commands,
@@ -68,6 +78,21 @@ def tail_run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130  # asked for, and nothing is lost: no word on it
     return 0
+
+
+def diagnose_run(options: argparse.Namespace) -> int:
+    """Print the findings; 1 when there are any."""
+    from ..monitor.diagnosis import as_json, diagnose, finding_lines
+    from ..monitor.run import Run
+    from ..monitor.tail import printable
+
+    run = Run(Path(options.run_dir))
+    found = diagnose(run)
+    updates = len(run.updates)
+    told = {"run": run.name, "status": run.status(), "updates": updates, "findings": as_json(found)}
+    lines = [*finding_lines(found, updates), *(f"notice: {words}" for words in run.missing)]
+    print_result(options, told, lambda: [printable(line) for line in lines])
+    return int(bool(found))
 
 
 def serve_page(options: argparse.Namespace) -> int:

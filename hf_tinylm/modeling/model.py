@@ -354,7 +354,9 @@ class TinyLMForCausalLM(TinyLMPreTrainedModel, GenerationMixin):
             hidden = hidden[:, keep, :]
         if return_logits is None:
             return_logits = shift_labels is None or not self.training
-        weight = self.lm_head.weight[: self.config.num_tokens]
+        weight = self.lm_head.weight
+        if self.config.num_tokens < len(weight):  # the gradient of a slice is a copy of the whole
+            weight = weight[: self.config.num_tokens]
         logits = functional.linear(hidden, weight) if return_logits else None
         loss = each = None
         if shift_labels is not None:

@@ -102,7 +102,7 @@ class _ProjectedLoss(torch.autograd.Function):
                     torch.mm(part, own_weight, out=rows_gradient[first : first + count])
                 if weight_gradient is not None:
                     weight_gradient += torch.mm(part.T, chunk)
-        ctx.save_for_backward(rows_gradient, weight_gradient)
+        ctx.gradients = (rows_gradient, weight_gradient)  # scaled in place: a copy of the projection is large
         ctx.rows_dtype = rows.dtype
         ctx.mark_non_differentiable(losses)
         return total, losses
@@ -110,11 +110,13 @@ class _ProjectedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient = gradients[0]
-        rows_gradient, weight_gradient = ctx.saved_tensors
+        if ctx.gradients is None:
+            raise RuntimeError("The loss keeps its gradients for one backward pass. Compute it again for another.")
+        (rows_gradient, weight_gradient), ctx.gradients = ctx.gradients, None
         if rows_gradient is not None:
-            rows_gradient = rows_gradient.to(ctx.rows_dtype) * gradient.to(ctx.rows_dtype)
+            rows_gradient = rows_gradient.to(ctx.rows_dtype).mul_(gradient.to(ctx.rows_dtype))
         if weight_gradient is not None:
-            weight_gradient = weight_gradient * gradient.to(weight_gradient.dtype)
+            weight_gradient.mul_(gradient.to(weight_gradient.dtype))
         return rows_gradient, weight_gradient, None, None
 
 

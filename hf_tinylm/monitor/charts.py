@@ -110,14 +110,19 @@ def _draw_on(axes: Any, chart: Chart) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
     elif max(map(abs, values)) >= 1e4:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_title(chart.title, fontsize=11)
+    labelled = len(chart.drawn) > 1 or chart.limit is not None
+    beside = labelled and len(chart.drawn) < 3  # a short legend stands beside the title, where it hides no line
+    axes.set_title(chart.title, fontsize=10, loc="left" if beside else "center")
     axes.set_xlabel(chart.over, fontsize=9)
     if chart.over == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.tick_params(labelsize=9)
     axes.grid(alpha=0.25)
-    if len(chart.drawn) > 1 or chart.limit is not None:
-        axes.legend(loc="upper right", fontsize=8, framealpha=0, labelcolor="black")
+    if labelled:
+        place: dict[str, Any] = {"loc": "upper right"}
+        if beside:
+            place = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.98), "ncols": 2, "columnspacing": 1}
+        axes.legend(**place, fontsize=8, handlelength=1.5, framealpha=0, labelcolor="black")
 
 
 def _inline(figure: Any, title: str) -> str:

@@ -1,4 +1,4 @@
-"""The events of a run in words."""
+"""The events of a run: their kinds, the fields of each, and how they are told in words."""
 
 from __future__ import annotations
 
@@ -9,6 +9,30 @@ from .follow import number
 
 STARTS = ("started", "resumed")
 TROUBLE = ("warned", "nonfinite", "interrupted")
+
+_THROWN_AWAY = {
+    **{"dropped_rows": "integer", "thrown_away_updates": "integer", "thrown_away_flops": "integer"},
+    "wall_seconds": "number",
+}
+# Every kind of event and the type of each of its fields, beside `time` (seconds since 1970), `event` and `step`.
+# Not every event has all of them. docs/monitoring.md has the same table.
+EVENT_FIELDS: dict[str, dict[str, str]] = {
+    "started": {"updates": "integer", "train_tokens": "integer", "dropped_ids": "integer or null", **_THROWN_AWAY},
+    "resumed": {"checkpoint": "text", "changed": "list of text", **_THROWN_AWAY},
+    "saved": {
+        **{"checkpoint": "text", "bytes": "integer", "bytes_per_parameter": "number", "stall_seconds": "number"},
+        **{"write_seconds": "number", "removed": "list of text"},
+    },
+    "evaluated": {"eval_loss": "number", "wall_seconds": "number"},
+    "sampled": {"samples": "list of objects"},
+    "warned": {"reason": "text", "finding": "text", "meaning": "text", "next_step": "text"},
+    "nonfinite": {
+        **{"action": "text", "windows": "list of integers", "loss": "number or null", "grad_norm": "number or null"},
+        **{"excerpt": "text or null", "places": "list or null"},
+    },
+    "interrupted": {"reason": "text", "wall_seconds": "number"},
+    "finished": {"supervised_tokens": "integer", "wall_seconds": "number"},
+}
 
 
 def in_words(event: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import ConfigError
 from ..training.curves import AXES, Axis
 from .curves import clipped_share, drawn, run_charts
+from .diagnosis import diagnose
 from .events import duration
 from .follow import column, number
 from .html import Html, element, live_page, missing, section
@@ -78,7 +79,6 @@ class LivePage:
         run = self.run
         made = {
             "summary": summary(run),
-            "findings": findings(run),
             "samples": samples(run, _MOMENTS),
             "time": times(run),
             "hardware": hardware(run),
@@ -90,15 +90,16 @@ class LivePage:
             self._set(name, html)
 
     def _draw(self, run: Run, over: Axis) -> None:
-        """Draw the curves when there is something new, as often as their cost allows; at the run's end at once."""
+        """Draw and diagnose when there is something new, as often as the cost allows; at the run's end at once."""
         there = (len(run.updates), len(run.evaluations), run.step, run.finished)
         before, when, took = self._curves.get(over, (None, 0.0, 0.0))
         if there == before or (before and not run.finished and time.monotonic() - when < took / _DRAWING_SHARE):
             return
         began = time.process_time()
         charts = Html(drawn(run_charts(run, over)) + clipped_share(run))
-        self._curves[over] = (there, time.monotonic(), time.process_time() - began)
         self._set(f"curves over {over}", section("Curves", charts))
+        self._set("findings", findings(diagnose(run)))
+        self._curves[over] = (there, time.monotonic(), time.process_time() - began)
 
     def _set(self, name: str, html: Html) -> None:
         if self._parts.get(name, (0, None))[1] != html:

@@ -9,8 +9,10 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..files import read_json
+from .diagnosis import Finding
 from .events import TROUBLE, clock, duration, in_words, size
 from .follow import column, number
+from .hardware import hardware_lines, hardware_state
 from .html import Html, element, missing, section, table
 from .run import Run
 
@@ -41,7 +43,8 @@ def evaluations(run: Run) -> Html:
             "." if bits is None else f", {bits:.4f} bits/byte."
         )
     by_source = last.get("eval_loss_by_source")
-    sources = table(("source", "validation loss"), by_source.items()) if isinstance(by_source, dict) else Html()
+    parts = [(name, form(number(by_source, name), ".4f")) for name in by_source] if isinstance(by_source, dict) else []
+    sources = table(("source", "validation loss"), parts) if parts else Html()
     told = table(head, rows) if rows else missing("eval/ holds no report: hf-tinylm eval writes them.")
     return section("Evaluation", element("p", words), sources, told, *faults)
 
@@ -148,21 +151,25 @@ def samples(run: Run, most: int) -> Html:
     return section("Samples", *parts, missing(note))
 
 
-def findings(run: Run) -> Html:
-    """What the run's diagnosis says: events with a `title`, an `evidence`, a `meaning` and a `next_step`."""
-    found = [event for event in run.events if "evidence" in event and "title" in event]
-    keys = ("title", "evidence", "meaning", "next_step")
-    rows = [(whole(event.get("step")), *(event.get(key) for key in keys)) for event in found]
-    head = ("update", "finding", "evidence", "meaning", "next step")
-    return section("Diagnosis", table(head, rows)) if rows else Html()
+def findings(found: Sequence[Finding]) -> Html:
+    """What the diagnosis of a run says, with what was seen, what it means and what to do."""
+    if not found:
+        return section("Diagnosis", missing("Nothing was found."))
+    parts = []
+    for one in found:
+        told = (("seen", one.evidence), ("means", one.meaning), ("do", one.next_step))
+        parts += [element("h3", one.title, name="bad"), table((), told)]
+    return section("Diagnosis", *parts)
 
 
 def hardware(run: Run) -> Html:
-    """The newest reading of the machine's sensors, with its time."""
-    newest: dict[str, Any] = next((e for e in reversed(run.events) if e.get("event") == "hardware"), {})
-    rows = [(key, value) for key, value in newest.items() if key not in ("time", "event", "step")]
-    told = missing(f"Read {clock(number(newest, 'time'))}.")
-    return section("Hardware", told, table((), rows)) if rows else Html()
+    """The newest sample of the machine's sensors with its age, and the energy."""
+    state = hardware_state(run.hardware, number(run.fact("config", "training"), "price_per_kwh"))
+    if state is None:
+        return section("Hardware", missing("No sample was recorded."))
+    stale = state["stale"] and not run.finished
+    lines = [element("p", line, name="bad" if stale else "") for line in hardware_lines(state)]
+    return section("Hardware", missing(f"At {clock(number(state, 'time'))}:"), *lines)
 
 
 def moment(seconds: float | None) -> Html:

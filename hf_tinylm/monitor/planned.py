@@ -11,6 +11,7 @@ from ..planning.speed import Assumptions
 from ..planning.whole import make_plan
 from .events import duration, size
 from .follow import number
+from .hardware import cards_of
 from .html import Html, missing, section, table
 from .parts import form, share, whole
 from .run import Run
@@ -65,6 +66,7 @@ def _bytes(plan: dict[str, Any], key: str) -> str | None:
 
 
 def _peak(run: Run) -> str | None:
-    """The highest memory that a row of the run tells."""
-    told = [number(event, key) for event in run.events for key in ("gpu_memory_bytes", "process_memory_bytes")]
-    return size(max(found)) if (found := [value for value in told if value is not None]) else None
+    """The highest memory of a GPU that a sample tells."""
+    cards = [card for row in run.hardware for card in cards_of(row)]
+    told = [used for card in cards if (used := number(card, "memory_used_bytes")) is not None]
+    return size(max(told)) if told else None

@@ -11,6 +11,7 @@ from typing import Any
 from ..contract import MANIFEST, RUN_FILE
 from ..files import read_json, sha256_of_file, write_text
 from .curves import clipped_share, drawn, run_charts
+from .diagnosis import diagnose
 from .events import clock
 from .html import Html, element, missing, page, section, table
 from .parts import checkpoints, evaluations, findings, hardware, incidents, samples, timeline, times, whole
@@ -25,7 +26,7 @@ _EVENTS = 2_000
 def report_page(run: Run) -> str:
     """The page of one run."""
     parts = (
-        *(planned_and_measured(run), findings(run), _curves(run), evaluations(run), samples(run, _MOMENTS)),
+        *(planned_and_measured(run), findings(diagnose(run)), _curves(run), evaluations(run), samples(run, _MOMENTS)),
         *(incidents(run), times(run), hardware(run), checkpoints(run), timeline(run, _EVENTS)),
         *(_contract(run), _data(run), _environment(run), _hashes(run)),
     )

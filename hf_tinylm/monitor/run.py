@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..files import read_json
 from .events import STARTS, clock
 from .follow import Follower, column, number
+from .hardware import HARDWARE
 from .rows import Updates, read_block
 
 RATE_ROWS = 200  # updates that the present rate is measured over
@@ -41,7 +42,9 @@ class Run:
         self.updates = Updates(keep)
         self.evaluations: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
+        self.hardware: list[dict[str, Any]] = []  # samples with a time
         self._metrics, self._events = Follower(folder / METRICS), Follower(folder / EVENTS)
+        self._sensors = Follower(folder / HARDWARE)
         self.refresh()
 
     def refresh(self) -> bool:
@@ -67,6 +70,9 @@ class Run:
         self.evaluations += block.evaluations
         events, renewed = self._events.poll()
         self.events = events if renewed else self.events + events
+        samples, renewed = self._sensors.poll()
+        samples = [row for row in samples if number(row, "time") is not None]
+        self.hardware = samples if renewed else self.hardware + samples
         for follower, what in ((self._metrics, "there are no curves"), (self._events, "there is no timeline")):
             if not follower.path.is_file():
                 self.missing.append(f"{follower.path.name} is missing: {what}.")

@@ -9,6 +9,7 @@ from typing import Any
 
 from .events import TROUBLE, clock, duration, in_words, size
 from .follow import number
+from .hardware import hardware_lines, hardware_state
 from .run import RATE_ROWS, Run
 
 LAST_ROWS = 8
@@ -45,6 +46,7 @@ def state_of(run: Run, now: float | None = None) -> dict[str, Any]:
         "invocations": len(run.invocations()),
         "last_rows": run.updates[-LAST_ROWS:],
         "last_evaluation": last,
+        "hardware": hardware_state(run.hardware, number(run.fact("config", "training"), "price_per_kwh"), now),
         "checkpoints": run.checkpoints(),
         "events": [
             {"time": number(e, "time"), "step": e.get("step"), "words": in_words(e)} for e in run.events[-LAST_EVENTS:]
@@ -70,6 +72,7 @@ def state_lines(state: dict[str, Any]) -> list[str]:
     if state["last_rows"]:
         lines += ["", _HEAD, *(row_line(row) for row in state["last_rows"]), ""]
     lines.append(f"validation    {_evaluation(state['last_evaluation'])}")
+    lines += [f"hardware      {words}" for words in hardware_lines(state["hardware"])]
     lines += [
         f"checkpoint    {one['name']}, {size(one['bytes'])}{'' if one['whole'] else ', not whole: it has no manifest'}"
         for one in state["checkpoints"]

@@ -17,6 +17,8 @@ apart: then a mask for each layer, and keys and values repeated; `eager` keeps o
 CUDA device run the same autocast rules over these operations (both list sdpa and matrix products as bfloat16), so they
 keep the same tensors; they differ in what is around them: a GPU process has its context, a CPU process the
 interpreter, blocks that its heap does not give back, and the checkpoint's copy, which on a GPU machine is in the host.
+
+A compiled pass keeps no normalised values and no silu(gate): the backward pass computes them again on its way.
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ CPU_FRAMEWORK_BYTES = 525_000_000
 # Share of the memory that comes and goes within an update which glibc's heap holds beyond it, between blocks in use:
 # measured over models of 4M to 44M parameters in both precisions, 0.28 to 0.55.
 CPU_HEAP_SHARE = 0.45
+# The same of a compiled pass, whose buffers are fewer and larger; and the compiler's own graphs and code in the
+# process: fitted to runs of 10M, 22M and 100M parameters.
+COMPILED_HEAP_SHARE = 0.35
+COMPILER_BYTES = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class MemorySettings:
     eager_attention: bool = False
     document_attention: bool = False
     on_cpu: bool = False
+    compiled: bool = False
 
 
 def peak_memory(shape: ModelShape, settings: MemorySettings) -> dict[str, int]:
@@ -69,8 +76,8 @@ def peak_memory(shape: ModelShape, settings: MemorySettings) -> dict[str, int]:
     return {
         **parts,
         "checkpoint_copy": shape.checkpoint_bytes,
-        "heap": round(CPU_HEAP_SHARE * coming_and_going),
-        "framework": CPU_FRAMEWORK_BYTES,
+        "heap": round((COMPILED_HEAP_SHARE if settings.compiled else CPU_HEAP_SHARE) * coming_and_going),
+        "framework": CPU_FRAMEWORK_BYTES + (COMPILER_BYTES if settings.compiled else 0),
     }
 
 
@@ -91,7 +98,8 @@ def loss_bytes(shape: ModelShape, settings: MemorySettings) -> int:
     The gradient of the projection is float32 and exists twice for a moment, when the backward pass scales it. The
     gradient of the hidden states is in the dtype of the products, as is a copy of them where that is bfloat16.
     """
-    chunk = min(CHUNK_ELEMENTS, settings.tokens * shape.vocab_size) * (10 if settings.bf16 else 8)
+    each = _element(settings) if settings.compiled else (10 if settings.bf16 else 8)  # compiled: no copy of a chunk
+    chunk = min(CHUNK_ELEMENTS, settings.tokens * shape.vocab_size) * each
     projection = 4 * shape.vocab_size * shape.hidden_size
     return max(chunk, projection) + projection + 4 * settings.tokens * shape.hidden_size
 
@@ -107,7 +115,7 @@ def _layer_bytes(shape: ModelShape, settings: MemorySettings) -> int:
         scores = shape.num_attention_heads * (4 if not settings.eager_attention else settings.sequence_length * 8)
         gelu = 5 * element if settings.on_cpu or not settings.bf16 else 18
         return 8 * width + 16 + 2 * element * width + element * 4 * width + scores + gelu * inner
-    norms = 16 * width + 8
+    norms = (8 if settings.compiled else 16) * width + 8
     read = 2 * element * width
     attention = element * (2 * query + 2 * key_value)
     if shape.qk_norm:
@@ -122,7 +130,7 @@ def _layer_bytes(shape: ModelShape, settings: MemorySettings) -> int:
     else:
         attention += 4 * shape.num_attention_heads
         attention += element * settings.sequence_length if settings.document_attention else 0  # a mask for each layer
-    return norms + read + attention + 4 * element * inner
+    return norms + read + attention + (3 if settings.compiled else 4) * element * inner
 
 
 def _layer_gradients(shape: ModelShape, settings: MemorySettings) -> int:

@@ -10,6 +10,7 @@ from ..errors import ConfigError
 from ..files import read_json
 from ..gguf_plan import GGUF_TYPES, file_bytes
 from ..sections import RunConfig, TrainingSection
+from .compilation import compiling_pays
 from .disk import checkpoints_kept, id_bytes
 from .memory import MemorySettings, peak_memory
 from .pack_facts import PackFacts, pack_facts
@@ -43,7 +44,7 @@ def make_plan(config: RunConfig, asked: Assumptions) -> dict[str, Any]:
         **_size(shape, config, asked.loss),
         **_budget(shape, config, updates, pack),
         **_disk(shape, config, updates, pack),
-        **_memory(shape, config, asked),
+        **_memory(shape, config, updates, asked),
         **times,
         "scale": [_scaled(parameters, config, rate) for parameters in asked.scale],
         "problems": problems,
@@ -188,9 +189,15 @@ def _disk(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pack
     }
 
 
-def _memory(shape: ModelShape, config: RunConfig, asked: Assumptions) -> dict[str, Any]:
-    """On the device that the run would use, and on the other kind; without and with activation checkpointing."""
+def _memory(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, asked: Assumptions) -> dict[str, Any]:
+    """On the device that the run would use, and on the other kind; without and with activation checkpointing.
+
+    Compilation counts on a CPU, where its memory was measured; on a GPU it only lowers what is estimated.
+    """
     training, length = config.training, config.data.sequence_length
+    compiled = training.torch_compile is True
+    if training.torch_compile == "auto" and updates is not None:
+        compiled = compiling_pays(shape.flops_per_token_with_attention(length) * updates.train_tokens, "cpu")
     on_cpu = training.use_cpu or (asked.device or "").lower() == "cpu"
     estimates = {}
     for place in ("gpu", "cpu"):
@@ -203,6 +210,7 @@ def _memory(shape: ModelShape, config: RunConfig, asked: Assumptions) -> dict[st
                 eager_attention=config.model.attn_implementation == "eager",
                 document_attention=config.data.document_attention,
                 on_cpu=place == "cpu",
+                compiled=place == "cpu" and compiled,
             )
             estimates[place, checkpointing] = peak_memory(shape, settings)
     place = "cpu" if on_cpu else "gpu"

@@ -50,6 +50,7 @@ def memory(subject: Subject) -> Finding:
         eager_attention=config.model.attn_implementation == "eager",
         document_attention=config.data.document_attention,
         on_cpu=on_cpu,
+        compiled=bool(args.torch_compile),
     )
     needed = sum(peak_memory(subject.model_config.shape, settings).values())
     if on_cpu:

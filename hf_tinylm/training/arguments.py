@@ -121,6 +121,8 @@ class LMTrainingArguments(TrainingArguments):
     init_from: str | None = None
     init_optimizer: bool = False
     source_loss: bool = False
+    noise_scale: bool = True
+    peak_flops: float | None = None
     stage_dir: str | None = None
     nonfinite: Literal["stop", "skip"] = "stop"
     nonfinite_limit: int = 10
@@ -267,6 +269,7 @@ _SAME_NAME = (
     *("save_minutes", "save_total_limit", "save_best", "milestone_steps", "save_in_background", "init_from"),
     *("init_optimizer", "nonfinite", "nonfinite_limit", "stop_after_updates", "max_hours", "max_cost"),
     *("price_per_hour", "note", "expect", "epochs", "source_loss", "stage_dir", "mirror_dir"),
+    *("noise_scale", "peak_flops"),
 )
 
 

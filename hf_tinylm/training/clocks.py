@@ -48,6 +48,7 @@ class Clocks:
     thrown_away_seconds: float = 0.0
     invocations: int = 1
     began: float = field(default_factory=time.time, repr=False, compare=False)
+    _laps: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def invocation_seconds(self) -> float:
@@ -68,9 +69,15 @@ class Clocks:
         finally:
             setattr(self, what, getattr(self, what) + time.monotonic() - start)
 
+    def lap(self, what: str) -> float:
+        """Seconds of `what` since the last call, or in this invocation."""
+        now = getattr(self, what)
+        since, self._laps[what] = self._laps.get(what, 0.0), now
+        return float(now - since)
+
     def to_state(self) -> dict[str, Any]:
         """What a checkpoint keeps; `wall_seconds` becomes the next invocation's `wall_before`."""
-        state = {name: value for name, value in asdict(self).items() if name not in ("began", "wall_before")}
+        state = {name: value for name, value in asdict(self).items() if name not in ("began", "wall_before", "_laps")}
         return {**state, "wall_seconds": self.wall_seconds}
 
     def continue_from(
@@ -94,6 +101,7 @@ class Clocks:
         """
         for name in _ADDED:
             setattr(self, name, getattr(self, name) + float(state.get(name, 0.0)))
+            self._laps[name] = float(state.get(name, 0.0))
         wall, self.flops = float(state.get("wall_seconds", 0.0)), state.get("flops", 0)
         starts = [event for event in events if event["event"] in STARTS]
         since = [event for event in starts if event["wall_seconds"] > wall]

@@ -11,9 +11,7 @@ import torch
 
 from ..modeling.model import TinyLMForCausalLM
 from ..modeling.projected_loss import compilable_chunk_loss
-
-# Compiling takes one to two minutes on a small machine. A run below so many FLOPs ends before that is won back.
-FEWEST_FLOPS = {"cpu": 3e14, "cuda": 3e16}
+from ..planning.compilation import compiling_pays
 
 
 def compiles(asked: bool | str, flops: float, device: str) -> tuple[bool, str | None]:
@@ -24,7 +22,7 @@ def compiles(asked: bool | str, flops: float, device: str) -> tuple[bool, str | 
     """
     if asked != "auto":
         return bool(asked), None
-    if flops < FEWEST_FLOPS.get(device, float("inf")):
+    if not compiling_pays(flops, device):
         return False, None
     problem = compiler_problem(device)
     return problem is None, problem

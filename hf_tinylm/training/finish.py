@@ -74,5 +74,5 @@ def write_done(trainer: LMTrainer, final: Path) -> dict[str, Any]:
         "finished", trainer.state.global_step, supervised_tokens=trainer.supervised_tokens, wall_seconds=wall
     )
     write_json(trainer.output_dir / DONE_FILE, done)
-    trainer.record.mirror.flush()
+    trainer.record.mirror.finish()
     return done

@@ -19,10 +19,10 @@ from .checkpoint import last_good
 __all__ = ["EVENTS", "METRICS", "Events", "JsonLines", "peak_flops", "read_rows"]
 
 
-def peak_flops() -> float | None:
-    """Published dense bf16 peak of this process's GPU in FLOP/s; None when it is not known, as on a CPU."""
-    if not torch.cuda.is_available():
-        return None
+def peak_flops(asked: float | None, device: torch.device, bf16: bool) -> float | None:
+    """FLOP/s of one device: as asked, else the published dense bf16 peak of the GPU; None when it is not known."""
+    if asked is not None or device.type != "cuda" or not bf16:
+        return asked
     return peak_of(torch.cuda.get_device_name())
 
 

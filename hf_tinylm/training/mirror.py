@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from ..errors import ConfigError
 from ..files import atomic_file, write_json
 
 _PERIOD = 5.0  # seconds between copies
+_END_BYTES = 512  # of a copy, by which a log that goes on is told from one that was replaced
 _LAST_WAIT = 10.0  # that the end of a run waits for the last copy at most
 
 
@@ -34,8 +34,8 @@ class Mirror:
         self.folder = None if folder is None else Path(folder).expanduser()
         self._tell = tell
         self._thread: threading.Thread | None = None
-        self._wake, self._copied = threading.Event(), threading.Event()
-        self._read: dict[str, tuple[int, int]] = {}  # of each log: the file it was, and how far it was copied
+        self._end, self._failed = threading.Event(), False
+        self._heads: dict[str, tuple[int, bytes]] = {}  # of each log: how far it was copied, and the bytes before that
         self._whole: dict[str, tuple[int, int]] = {}  # of each other file: when it was written, and its size
 
     def check(self, resumed: bool) -> None:
@@ -60,61 +60,60 @@ class Mirror:
 
     def start(self) -> None:
         """Copy what there is, and go on every five seconds."""
-        if self.folder is not None and self._thread is None:
-            self._thread = threading.Thread(target=self._go_on, name="mirror", daemon=True)
+        if self.folder is not None and not self._failed:
+            self._end.clear()
+            self._thread = threading.Thread(target=self._go_on, args=(self.folder,), name="mirror", daemon=True)
             self._thread.start()
 
-    def flush(self) -> None:
-        """Copy what is new; wait for it for a moment."""
-        if self._thread is not None and self._thread.is_alive():
-            self._copied.clear()
-            self._wake.set()
-            self._copied.wait(_LAST_WAIT)
+    def finish(self) -> None:
+        """Copy what is new and end the thread; wait for it for a moment."""
+        if self._thread is None or not self._thread.is_alive():
+            self.start()
+        self._end.set()
+        if self._thread is not None and not self._failed:
+            self._thread.join(_LAST_WAIT)
+            self._failed |= self._thread.is_alive()  # it hangs: it is not waited for again
 
-    def _go_on(self) -> None:
-        assert self.folder is not None
+    def _go_on(self, folder: Path) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / MIRROR, {"run": str(self.run.resolve()), "host": platform.node()})
-            asked = False
-            while True:
-                self._copy()
-                if asked:
-                    self._copied.set()
-                asked = self._wake.wait(_PERIOD)
-                self._wake.clear()
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / MIRROR, {"run": str(self.run.resolve()), "host": platform.node()})
+            while not self._end.wait(_PERIOD if self._heads else 0.0):
+                self._copy(folder)
+            self._copy(folder)
         except Exception as error:  # whatever it is: a mirror must not end the run
+            self._failed = True
             with contextlib.suppress(Exception):  # the run's own disk may be full, and the run tells that itself
-                self._tell(f"mirror_dir={self.folder} gets no more copies: {error}. The run goes on without.")
-            self._copied.set()
+                self._tell(f"mirror_dir={folder} gets no more copies: {error}. The run goes on without.")
 
-    def _copy(self) -> None:
+    def _copy(self, folder: Path) -> None:
         """Bring the mirror up to what the run's files hold now."""
-        assert self.folder is not None
         for name in (RUN_FILE, DONE_FILE):
             if (self.run / name).is_file():
                 found = (self.run / name).stat()
                 if self._whole.get(name) != (found.st_mtime_ns, found.st_size):
-                    _replace(self.folder / name, (self.run / name).read_bytes())
+                    _replace(folder / name, (self.run / name).read_bytes())
                     self._whole[name] = (found.st_mtime_ns, found.st_size)
         for log in sorted(self.run.glob("*.jsonl")):
-            self._append(log, self.folder / log.name)
+            self._append(log, folder / log.name)
 
     def _append(self, log: Path, copy: Path) -> None:
         """Append the whole lines that are new; a log that was replaced, as by a resume, is copied whole."""
+        done, end = self._heads.get(log.name, (0, b""))
         with log.open("rb") as file:
-            found = os.fstat(file.fileno())
-            known, done = self._read.get(log.name, (-1, 0))
-            again = known != found.st_ino or done > found.st_size
-            file.seek(0 if again else done)
+            file.seek(done - len(end))
+            continued = done > 0 and file.read(len(end)) == end
+            if not continued:
+                file.seek(0)
             block = file.read()
         block = block[: block.rfind(b"\n") + 1]
-        if again:
+        if not continued:
             _replace(copy, block)
+            done, end = 0, b""
         elif block:
             with copy.open("ab") as target:
                 target.write(block)
-        self._read[log.name] = (found.st_ino, len(block) if again else done + len(block))
+        self._heads[log.name] = (done + len(block), (end + block)[-_END_BYTES:])
 
 
 def _replace(path: Path, content: bytes) -> None:

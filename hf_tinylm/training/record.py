@@ -112,7 +112,7 @@ class RunRecord:
                 with self.clocks.measure("saving_seconds"):
                     self.saver.wait()
         finally:
-            self.mirror.flush()
+            self.mirror.finish()
             self.lock.release()
 
     def last_checkpoint(self) -> str | None:

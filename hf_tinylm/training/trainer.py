@@ -29,6 +29,7 @@ from .clocks import budget_reached, synchronise
 from .compiling import compiles
 from .interrupt import INTERRUPT
 from .metrics import peak_flops
+from .noise_scale import NoiseMeter
 from .nonfinite import describe_failure
 from .optimizer import adamw
 from .prefetch import Prefetched
@@ -37,7 +38,7 @@ from .record import RunRecord
 from .schedule import CosineSchedule
 from .source_loss import by_source, training_sources
 from .update import Update, UpdateResult
-from .validation import evaluation_row, validate
+from .validation import evaluation_row, is_best, validate
 from .wrapping import wrapped_for_training
 
 # A float16 gradient that still overflows after so many halvings of the scale is not an overflow of the scale.
@@ -205,12 +206,15 @@ class LMTrainer(Trainer):
         self.control.should_training_stop |= self.ended
         start, clocks = self.state.global_step, self.record.clocks
         norm, sources = self.args.max_grad_norm, len(self.sources)
-        updates = Update(self.accelerator, model, self.optimizer, norm, self.scaler, sources)
-        if self.accelerator.num_processes > 1 or self.args.torch_compile:
+        processes = self.accelerator.num_processes
+        self.noise = NoiseMeter(self.optimizer, processes, self.scaler, self.args.noise_scale)
+        updates = Update(self.accelerator, model, self.optimizer, norm, self.scaler, sources, self.noise.see_first)
+        if processes > 1 or self.args.torch_compile:
             updates.warm_up(self._batches_of(start, self.skipped_batches)[0])
         set_seed(self.args.seed, device_specific=True)
         if resumed and self.random_state is not None:
             restore_random(self.random_state)
+        self.noise.continue_from(self.record.metrics.rows())
         clocks.startup_seconds += clocks.invocation_seconds
         self.last_save_time = time.monotonic()
         if self.evaluation_due:
@@ -237,6 +241,7 @@ class LMTrainer(Trainer):
         """Run the next update, record it, and evaluate, save and stop where that is due; its loss."""
         number = self.state.global_step
         self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+        self.noise.before_update(number)
         result = self._attempt(batches, updates, done_before)
         if not result.applied:
             self._pass_over(number, result, batches)
@@ -253,7 +258,7 @@ class LMTrainer(Trainer):
         if self.control.should_evaluate:
             self.control.should_evaluate = False
             eval_loss = self._evaluate_and_record()
-        stop, timed, failed = (bool(value) for value in result.requests)
+        stop, timed, failed = (bool(value) for value in result.requests[:3])
         stop = stop or self.evaluation_due  # an evaluation ends early only because of a signal
         if self.control.should_save or timed or last or stop or self.control.should_training_stop:
             self._save_update(eval_loss)
@@ -281,7 +286,7 @@ class LMTrainer(Trainer):
                 self.plan.tokens_of_update(number),
             )
         for _ in range(OVERFLOW_LIMIT):
-            result = updates.run(batches, rate, lambda: self._requests(done_before + 1), known)
+            result = updates.run(batches, rate, lambda: (*self._requests(done_before + 1), *self.noise.own()), known)
             if not result.overflow:
                 break
             self.record.events.add("warned", self.state.global_step, reason="float16 overflow, scale lowered")
@@ -363,7 +368,7 @@ class LMTrainer(Trainer):
         clocks.training_seconds += seconds
         clocks.flops += flops * result.targets
         per_second = result.targets / seconds
-        peak = peak_flops() if self.args.device.type == "cuda" and self.args.bf16 else None
+        peak = peak_flops(self.args.peak_flops, self.args.device, self.args.bf16)
         self._row = {
             "step": self.state.global_step,
             "supervised_tokens": self.supervised_tokens,
@@ -372,11 +377,13 @@ class LMTrainer(Trainer):
             "grad_norm": result.grad_norm,
             "clipped": result.clipped,
             "seconds": round(seconds, 6),
+            "data_seconds": round(clocks.lap("data_seconds"), 6),
             "tokens_per_second": round(per_second, 1),
             "flops_per_second": round(flops * per_second),
             "mfu": None if peak is None else flops * per_second / (peak * self.accelerator.num_processes),
             "wall_seconds": round(clocks.wall_seconds, 3),
         }
+        self._row |= self.noise.row(self._row["step"], result.requests[3:], result.targets, result.grad_norm)
         parts = {"loss_by_source": by_source(self.sources, result.source_sums)} if self.sources else {}
         self.record.metrics.append(self._row | parts)
 
@@ -397,20 +404,9 @@ class LMTrainer(Trainer):
         self.record.metrics.append({"step": self.state.global_step, **evaluation_row(found)})
         wall = round(self.record.clocks.wall_seconds, 6)
         self.record.events.add("evaluated", self.state.global_step, eval_loss=found["eval_loss"], wall_seconds=wall)
-        if self._is_best(found) and self.args.save_best:
+        if is_best(found, self.args, self.state) and self.args.save_best:
             self.control.should_save = True
         return found["eval_loss"]
-
-    def _is_best(self, metrics: dict[str, float]) -> bool:
-        """Whether this validation is the best so far, kept where Hugging Face's callbacks look for it."""
-        name = self.args.metric_for_best_model or "loss"
-        value = metrics[name if name.startswith("eval_") else f"eval_{name}"]
-        greater = bool(self.args.greater_is_better) if self.args.metric_for_best_model else False
-        best = self.state.best_metric
-        if best is not None and not (value > best if greater else value < best):
-            return False
-        self.state.best_metric, self.state.best_global_step = value, self.state.global_step
-        return True
 
     # ---- start --------------------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class Update:
         accelerator: gives `device`, `num_processes`, `no_sync(model)`, `reduce(tensor, reduction)`.
         scaler: a gradient scaler for float16, or None.
         sources: above 0, batches have `source_ids` (n, T) below it, and the loss of each source is summed.
+        after_first: called with the first of several micro-batches when `.grad` holds its gradient alone.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Update:
         max_grad_norm: float,
         scaler: torch.amp.GradScaler | None = None,
         sources: int = 0,
+        after_first: Callable[[dict[str, torch.Tensor]], None] = lambda batch: None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
@@ -70,6 +72,7 @@ class Update:
         self.max_grad_norm = max_grad_norm
         self.scaler = scaler
         self.sources = sources
+        self.after_first = after_first
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def run(
@@ -152,6 +155,8 @@ class Update:
                 loss = output.loss
                 scaled = loss * processes if processes > 1 else loss
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+            if position == 0 and not last:
+                self.after_first(batch)
             losses.append(loss.detach().float())
             if self.sources:
                 of_targets.append(output.target_losses)

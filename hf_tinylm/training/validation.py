@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import TrainerState, TrainingArguments
 
 from ..errors import TrainingError
 from ..modeling.loss import IGNORE_INDEX, count_targets
@@ -92,6 +93,18 @@ def evaluation_row(metrics: dict[str, float]) -> dict[str, Any]:
     if parts := {k.removeprefix(prefix): value for k, value in metrics.items() if k.startswith(prefix)}:
         row["eval_loss_by_source"] = parts
     return {**row, "eval_tokens": int(metrics["eval_tokens"])}
+
+
+def is_best(metrics: dict[str, float], args: TrainingArguments, state: TrainerState) -> bool:
+    """Whether this validation is the best so far, kept in `state`, where Hugging Face's callbacks look for it."""
+    name = args.metric_for_best_model or "loss"
+    value = metrics[name if name.startswith("eval_") else f"eval_{name}"]
+    greater = bool(args.greater_is_better) if args.metric_for_best_model else False
+    best = state.best_metric
+    if best is not None and not (value > best if greater else value < best):
+        return False
+    state.best_metric, state.best_global_step = value, state.global_step
+    return True
 
 
 def _batch_sums(

@@ -132,3 +132,11 @@ def test_a_compiled_chunk_gives_the_same_and_compiles_for_two_shapes_at_most() -
         torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-4)
         torch.testing.assert_close(weight.grad.double() / 17, gradient, rtol=1e-4, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+def test_a_second_backward_pass_is_refused_and_not_scaled_twice() -> None:
+    hidden, weight, labels = drawn(torch.float32)
+    total = projected_loss(hidden, weight, labels)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        total.backward()

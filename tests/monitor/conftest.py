@@ -1,9 +1,16 @@
-"""Folders of runs, written row by row."""
+"""Folders of runs, written row by row, and a browser to look at their pages."""
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Callable, Iterable
+import os
+import shutil
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +70,108 @@ def add_lines() -> Callable[..., None]:
             file.write(lines(row(one) if isinstance(one, int) else one for one in rows) + torn)
 
     return add
+
+
+class Browser:
+    """One tab of a headless Chromium, driven by the DevTools protocol. `faults` are errors of its console."""
+
+    def __init__(self, address: str) -> None:
+        from websockets.sync.client import connect
+
+        self._socket = connect(address, max_size=2**26, ping_interval=None)
+        self._number = 0
+        self.faults: list[str] = []
+        self.requests: list[str] = []
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """The result of a command; what happens before it comes is noted."""
+        self._number += 1
+        self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
+        while True:
+            message = json.loads(self._socket.recv(timeout=60))
+            if message.get("id") == self._number:
+                assert "error" not in message, message
+                return dict(message["result"])
+            self._note(message.get("method", ""), message.get("params", {}))
+
+    def _note(self, method: str, told: dict[str, Any]) -> None:
+        wrong = method == "Runtime.exceptionThrown"
+        wrong |= method == "Runtime.consoleAPICalled" and told["type"] in ("error", "assert", "warning")
+        wrong |= method == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning")
+        self.faults += [json.dumps(told)] if wrong else []
+        self.requests += [told["request"]["url"]] if method == "Network.requestWillBeSent" else []
+
+    def run(self, script: str) -> Any:
+        """The value of a JavaScript expression in the page."""
+        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def open(self, address: str, width: int = 1280, height: int = 900) -> None:
+        """Load a page in a window of that size."""
+        phone = width < 600
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
+        self.call("Page.navigate", url=address)
+        self.wait_for("document.readyState === 'complete'")
+
+    def wait_for(self, script: str, seconds: float = 90.0) -> None:
+        """Wait until a JavaScript expression is true; fails with the text of the page."""
+        limit = time.monotonic() + seconds
+        while not self.run(script):
+            assert time.monotonic() < limit, f"{script} is not true; the page says: {self.text()}"
+            time.sleep(0.1)
+
+    def text(self) -> str:
+        """What a reader sees."""
+        return str(self.run("document.body.innerText"))
+
+    def screenshot(self, path: Path, width: int, dark: bool = False) -> None:
+        """Write the whole page as a PNG, `width` pixels wide."""
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
+        )
+        phone = width < 600
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=phone)
+        height = int(self.run("document.documentElement.scrollHeight"))  # all of it, with its last line at the end
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
+        found = self.call("Page.captureScreenshot")
+        path.write_bytes(base64.b64decode(found["data"]))
+
+    def close(self) -> None:
+        """Let go of the tab."""
+        self._socket.close()
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    """A tab of a headless Chromium; skipped where there is none."""
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium is installed")
+    profile = tmp_path / "chromium"
+    command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command += [
+        "--no-first-run",
+        "--hide-scrollbars",
+        f"--user-data-dir={profile}",
+        "--remote-debugging-port=0",
+        "about:blank",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        port, limit = profile / "DevToolsActivePort", time.monotonic() + 60
+        while not (port.is_file() and port.read_text().count("\n")):
+            assert time.monotonic() < limit, "Chromium did not start"
+            time.sleep(0.1)
+        listed = f"http://127.0.0.1:{port.read_text().split()[0]}/json/list"
+        with urllib.request.urlopen(listed, timeout=30) as answer:
+            address = next(tab for tab in json.load(answer) if tab["type"] == "page")["webSocketDebuggerUrl"]
+        tab = Browser(address)
+        yield tab
+        tab.close()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # its helpers too
+        process.wait(timeout=30)

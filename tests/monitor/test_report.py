@@ -13,7 +13,7 @@ import pytest
 
 from hf_tinylm.cli import main
 from hf_tinylm.monitor.compare import last_loss
-from hf_tinylm.monitor.report import report_page
+from hf_tinylm.monitor.report import report_page, write_report
 from hf_tinylm.monitor.run import Run
 from hf_tinylm.training.curves import MOST_POINTS, thin
 
@@ -56,7 +56,7 @@ def test_the_page_stands_alone_and_says_what_the_run_says(write_run: Callable[..
     assert main(["report", str(folder)]) == 0
     text = (folder / "report.html").read_text()
     page = Page(text)
-    assert page.tags.count("svg") == 4
+    assert page.tags.count("svg") == 5  # loss over hours too; no MFU is known
     assert all(address.startswith("#") for address in page.addresses)
     assert "url(http" not in text
     assert "prefers-color-scheme: dark" in text
@@ -67,6 +67,7 @@ def test_the_page_stands_alone_and_says_what_the_run_says(write_run: Callable[..
     assert "30.0% of the updates were clipped" in words  # updates 2, 5 and 8 of ten
     assert "Last validation: 7.2500 nats per token at update 10 over 500 tokens" in words
     assert "money - 0.10 9 per hour" in words
+    assert "no speed was measured before the run" in words
     assert {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "report.html"} == before
 
 
@@ -142,6 +143,110 @@ def test_runs_are_compared_by_what_differs(write_run: Callable[..., Path], tmp_p
     assert "training loss, mean of the last tenth 7.9000 7.8050" in words
     assert "max_grad_norm" not in words  # the same in both
     assert sorted(path.name for path in folders[0].iterdir()) == ["events.jsonl", "metrics.jsonl", "run.json"]
+
+
+def test_what_was_planned_stands_beside_what_came(write_run: Callable[..., Path]) -> None:
+    settings = {"global_batch_tokens": 100, "per_device_train_batch_size": 1, "save_minutes": None, "eval_steps": None}
+    folder = write_run(**settings)
+    contract = json.loads((folder / "run.json").read_text())
+    contract["config"]["data"]["sequence_length"] = 10
+    contract["execution"] = {"device": "cpu", "processes": 1}
+    contract["facts"]["expected_tokens_per_second"] = 20.0
+    (folder / "run.json").write_text(json.dumps(contract))
+    words = " ".join(Page(report_page(Run(folder))).text.split())
+    # 4,000 tokens at 20 a second and 60 s of start-up are 260 s; the only save, of 0.16 GB, takes less than one more
+    assert "hours, all invocations 0.072 0.011 15.4%" in words
+    assert "money 0.65 0.10 9 per hour" in words
+    assert "Planned hours follow from the 20 tokens/s that preflight measured" in words
+    peak = float(words[words.index("memory at the peak, a process ") :].split()[6])
+    assert 0.9 < peak < 1.3  # GB: 0.525 of framework, 28 bytes of each of 13.3M parameters, and what comes and goes
+
+
+def test_samples_stand_by_prompt_from_first_to_last(
+    write_run: Callable[..., Path], add_lines: Callable[..., None]
+) -> None:
+    folder = write_run()
+    for step in range(1, 31):
+        samples = [{"prompt": "Once", "text": f" upon {step}.\n"}, {"prompt": "She", "text": f" said {step}."}, 7]
+        add_lines(folder / "events.jsonl", {"time": 1e9, "event": "sampled", "step": step, "samples": samples})
+    words = " ".join(Page(report_page(Run(folder))).text.split())
+    samples = words[words.index("Samples") : words.index("Incidents")]
+    assert samples.startswith("Samples Once update text 1 upon 1. ")
+    assert samples.count("upon") == samples.count("said") == 12
+    assert "30 upon 30. She update text 1 said 1." in samples
+    assert "12 of 30 moments are shown" in samples
+
+
+def test_hardware_and_findings_stand_in_the_report(
+    write_run: Callable[..., Path], add_lines: Callable[..., None]
+) -> None:
+    folder = write_run(price_per_kwh=0.5)
+    card = {"name": "H", "power_watts": 360.0, "memory_used_bytes": 2e9, "memory_total_bytes": 8e9}
+    for when in (0.0, 30.0, 60.0):
+        row = {"time": 1e9 + when, "interval_seconds": 30.0, "cpu_percent": 50.0, "gpus": [card]}
+        add_lines(folder / "hardware.jsonl", row)
+    add_lines(
+        folder / "metrics.jsonl",
+        *({"step": n, "supervised_tokens": 100 * n, "loss": 30.0, "wall_seconds": 4.0 * n} for n in range(11, 200)),
+    )
+    words = " ".join(Page(report_page(Run(folder))).text.split())
+    assert "Hardware At 2001-09-09 01:47:40 UTC:" in words
+    assert "360 W" in words
+    assert "0.01 kWh at the GPUs" in words  # 360 W for 60 s are 0.006 kWh
+    assert "memory at the peak, a process" in words
+    assert "2.00 GB" in words
+    assert "Diagnosis The run diverges seen" in words
+
+
+def test_incidents_are_warnings_stops_and_restarts(
+    write_run: Callable[..., Path], add_lines: Callable[..., None]
+) -> None:
+    folder = write_run()
+    kinds = ("saved", "warned", "nonfinite", "interrupted", "resumed", "evaluated")
+    add_lines(folder / "events.jsonl", *({"time": 1e9, "event": kind, "step": 5, "reason": "R"} for kind in kinds))
+    words = " ".join(Page(report_page(Run(folder))).text.split())
+    incidents = words[words.index("Incidents") : words.index("Time 40")]
+    for told in ("warning: R", "not finite", "ended before its last update: R", "resumed from a checkpoint"):
+        assert told in incidents
+    assert "saved" not in incidents.replace("the state was saved", "")
+    assert "validation" not in incidents
+
+
+def test_curves_are_pictures_where_that_is_asked(
+    write_run: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [write_run("a"), write_run("b")]
+    assert main(["report", str(folders[0]), "--png"]) == 0
+    assert (folders[0] / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert not (folders[0] / "report.pdf").exists()
+    assert main(["report", *map(str, folders), "--output", str(tmp_path / "both.html"), "--pdf"]) == 0
+    assert (tmp_path / "both.pdf").read_bytes().startswith(b"%PDF")
+    assert str(tmp_path / "both.pdf") in capsys.readouterr().out
+    empty = write_run("empty", updates=0)
+    assert main(["report", str(empty), "--pdf"]) == 0
+    assert "was not written: there are no two updates to draw" in capsys.readouterr().err
+    assert not (empty / "report.pdf").exists()
+
+
+def test_a_report_that_cannot_be_written_is_one_line_and_no_failure(
+    write_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run()
+    write_report(folder)
+    assert (folder / "report.html").is_file()
+    (folder / "report.html").unlink()
+    (folder / "report.html").mkdir()
+    write_report(folder)
+    told = capsys.readouterr().err
+    assert told.startswith("notice: the report was not written (")
+    assert told.count("\n") == 1
+
+
+def test_the_report_of_a_mirror_says_so(write_run: Callable[..., Path]) -> None:
+    folder = write_run("copy")
+    (folder / "mirror.json").write_text(json.dumps({"run": "/no/such/run", "host": "h"}))
+    words = " ".join(Page(report_page(Run(folder))).text.split())
+    assert f"From the mirror {folder} of the run /no/such/run, which is gone, or on another machine" in words
 
 
 def test_an_old_or_broken_run_gives_a_page_that_says_what_is_missing(write_run: Callable[..., Path]) -> None:

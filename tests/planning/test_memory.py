@@ -98,7 +98,7 @@ with tempfile.TemporaryDirectory() as folder:
             output_dir=folder + "/run", use_cpu=True, bf16=asked["bf16"], per_device_train_batch_size=rows,
             global_batch_tokens=2 * rows * length, train_tokens=2 * 2 * rows * length, save_strategy="steps",
             save_steps=1, save_total_limit=1, report_to="none", disable_tqdm=True,
-            gradient_checkpointing=asked["checkpointing"],
+            gradient_checkpointing=asked["checkpointing"], torch_compile=asked["compiled"],
         ),
         windows,
     ).train()
@@ -115,14 +115,16 @@ SIZES = {
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("size", "precision"), [*itertools.product(SIZES, ("bf16", "fp32")), ("5M", "checkpointed")])
+@pytest.mark.parametrize(
+    ("size", "precision"), [*itertools.product(SIZES, ("bf16", "fp32")), ("5M", "checkpointed"), ("20M", "compiled")]
+)
 def test_resident_memory_of_a_run_is_within_15_percent_of_the_estimate(size: str, precision: str) -> None:
     vocabulary, hidden, layers, heads, kv_heads, ffn, rows, length = SIZES[size]
     model = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     model |= {"num_key_value_heads": kv_heads, "intermediate_size": ffn, "head_dim": 64}
-    bf16, checkpointing = precision != "fp32", precision == "checkpointed"
+    bf16, checkpointing, compiled = precision != "fp32", precision == "checkpointed", precision == "compiled"
     asked = {"model": model, "vocabulary": vocabulary, "rows": rows, "length": length}
-    asked |= {"bf16": bf16, "checkpointing": checkpointing}
+    asked |= {"bf16": bf16, "checkpointing": checkpointing, "compiled": compiled}
     done = subprocess.run(
         [sys.executable, "-c", TRAIN, json.dumps(asked)], capture_output=True, text=True, timeout=500, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2],
@@ -130,5 +132,6 @@ def test_resident_memory_of_a_run_is_within_15_percent_of_the_estimate(size: str
     assert done.returncode == 0, done.stderr
     measured = int(done.stdout.split()[-1])
     shape = ModelShape(vocabulary, hidden, layers, heads, kv_heads, ffn, 64)
-    parts = peak_memory(shape, MemorySettings(rows * length, length, bf16, checkpointing, on_cpu=True))
+    settings = MemorySettings(rows * length, length, bf16, checkpointing, on_cpu=True, compiled=compiled)
+    parts = peak_memory(shape, settings)
     assert sum(parts.values()) == pytest.approx(measured, rel=0.15), parts

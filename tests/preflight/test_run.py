@@ -18,7 +18,7 @@ from hf_tinylm.files import bundled
 from hf_tinylm.preflight.checks import Finding, rule, run_rules
 from hf_tinylm.training.random_state import random_tensors
 
-CLOCKS = ("seconds", "tokens_per_second", "flops_per_second", "wall_seconds")
+CLOCKS = ("seconds", "data_seconds", "tokens_per_second", "flops_per_second", "wall_seconds")
 
 
 @pytest.fixture(scope="module")

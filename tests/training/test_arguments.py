@@ -91,9 +91,10 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
         "init_optimizer": "true", "nonfinite": "skip", "nonfinite_limit": 9, "stop_after_updates": 9, "max_hours": 9.0,
         "max_cost": 9.0, "price_per_hour": 9.0, "note": "other", "expect": "other",
         "source_loss": "true", "stage_dir": "other", "epochs": 2, "mirror_dir": "other",
+        "noise_scale": "false", "peak_flops": 1e12,
     }  # fmt: skip
-    # for torch itself, for a GPU (both tested below), and read by the recipes before there are arguments
-    not_arguments = {"cpu_threads", "fp16", "precision", "preflight", "sample_steps"}
+    # for torch itself, for a GPU (both tested below), and read by the recipes and by the pages
+    not_arguments = {"cpu_threads", "fp16", "precision", "preflight", "sample_steps", "sensor_seconds", "price_per_kwh"}
     assert set(other) | not_arguments == {field.name for field in dataclasses.fields(TrainingSection)}
     base = ["--cpu_threads", "1", "--bf16", "false"]
     plain = training_arguments(load_config(None, [*base, "--output_dir", str(tmp_path)]))

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
+from hf_tinylm.modeling.factory import new_model
+from hf_tinylm.modeling.model import TinyLMForCausalLM, TinyLMRMSNorm
+from hf_tinylm.planning.compilation import FEWEST_FLOPS
+from hf_tinylm.sections import ModelSection
 from hf_tinylm.training import compiling
-from hf_tinylm.training.compiling import FEWEST_FLOPS, compile_training, compiles
+from hf_tinylm.training.compiling import compile_training, compiles
 
 LONG, SHORT = 10 * FEWEST_FLOPS["cpu"], 0.1 * FEWEST_FLOPS["cpu"]
+
+
+class CountGraphs(TrainerCallback):
+    """Graphs that were compiled by the beginning of each update."""
+
+    def __init__(self, graphs: list[int]) -> None:
+        self.graphs = graphs
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def test_auto_compiles_long_runs_on_devices_with_a_working_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +78,49 @@ def test_evaluation_takes_the_plain_path_and_parameter_names_stay(monkeypatch: p
     model.eval()(torch.zeros(1, 2))
     assert calls == ["compiled"]
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.slow
+def test_the_compiled_pass_is_as_near_to_float64_as_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within twice its error, in float32 and in bf16 autocast: loss, and the gradients of all weights together."""
+
+    def one_pass(model: TinyLMForCausalLM, bf16: bool) -> tuple[float, torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+            loss = model(input_ids=ids[:, :-1], shift_labels=ids[:, 1:], num_items_in_batch=torch.tensor(320)).loss
+        loss.backward()
+        gradients = [parameter.grad.double().flatten() for parameter in model.parameters()]  # type: ignore[union-attr]
+        return float(loss.detach().double()), torch.cat(gradients)
+
+    section = ModelSection(96, 3, 6, 2, 192)
+    ids = torch.randint(4, 611, (4, 81), generator=torch.Generator().manual_seed(3))
+    model = new_model(section, 611, 80, seed=1).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)  # scores and logits that differ, as in a trained model
+    reference = copy.deepcopy(model).double()
+    monkeypatch.setattr(TinyLMRMSNorm, "compute_dtype", torch.float64)
+    exact_loss, exact = one_pass(reference, bf16=False)
+    monkeypatch.undo()
+    plain = {bf16: one_pass(model, bf16) for bf16 in (False, True)}
+    compile_training(model, None, None)
+    for bf16, (plain_loss, plain_gradients) in plain.items():
+        loss, gradients = one_pass(model, bf16)
+        assert (gradients - exact).norm() <= 2 * (plain_gradients - exact).norm()
+        assert abs(loss - exact_loss) <= 2 * abs(plain_loss - exact_loss) + 1e-6 * exact_loss
+        assert not torch.equal(gradients, plain_gradients)  # it is another path
+
+
+@pytest.mark.slow
+def test_a_run_compiles_once_through_evaluations_and_its_partial_last_update(make_trainer: Callable[..., Any]) -> None:
+    """Of 5 updates the last has 179 of 256 targets; evaluations follow the second and the fourth."""
+    torch._dynamo.reset()
+    trainer = make_trainer(
+        torch_compile=True, train_tokens=5 * 256 - 77, eval_strategy="steps", eval_steps=2, bf16=True
+    )
+    graphs: list[int] = []
+    trainer.add_callback(CountGraphs(graphs))
+    trainer.train()
+    assert len(graphs) == 5
+    assert len(set(graphs)) == 1
+    assert graphs[0] >= 1

@@ -40,22 +40,24 @@ def started(tmp_path: Path) -> Iterator[Callable[..., tuple[Path, Path, Mirror, 
 
 def test_whole_lines_arrive_and_a_resume_takes_its_rows_back(started: Callable[..., tuple]) -> None:
     run, copy, mirror, told = started()
-    mirror.flush()
+    mirror.finish()
     assert (copy / "metrics.jsonl").read_text() == '{"step": 1}\n'
     with (run / "metrics.jsonl").open("a") as file:
         file.write('ep": 2}\n{"step": 3}\n')
     (run / "hardware.jsonl").write_text('{"time": 1}\n')
-    mirror.flush()
+    mirror.finish()
     assert (copy / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
     assert (copy / "hardware.jsonl").read_text() == '{"time": 1}\n'
     before = (copy / "metrics.jsonl").stat().st_ino
+    assert mirror._thread is not None
+    assert not mirror._thread.is_alive()  # another trainer of this process may go on with the run
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4}\n')
-    mirror.flush()
+    mirror.finish()
     assert (copy / "metrics.jsonl").stat().st_ino == before  # appended, not written anew
     write_text(run / "metrics.jsonl", '{"step": 1}\n{"step": 2}\n')
     (run / "DONE.json").write_text("{}")
-    mirror.flush()
+    mirror.finish()
     assert (copy / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     assert (copy / "DONE.json").read_text() == "{}"
     assert (copy / "run.json").read_bytes() == (run / "run.json").read_bytes()
@@ -83,7 +85,7 @@ def test_a_mirror_that_cannot_be_written_is_told_once_and_holds_nothing_up(
     began = time.monotonic()
     _, copy, mirror, told = started("file/mirror")
     for _ in range(3):
-        mirror.flush()
+        mirror.finish()
     assert time.monotonic() - began < 5
     assert len(told) == 1
     assert f"mirror_dir={copy} gets no more copies" in told[0]
@@ -94,10 +96,11 @@ def test_a_disk_that_hangs_holds_the_end_of_a_run_up_for_a_moment_only(
 ) -> None:
     monkeypatch.setattr(module, "_LAST_WAIT", 0.1)
     hangs = threading.Event()
-    monkeypatch.setattr(Mirror, "_copy", lambda self: hangs.wait(30))
+    monkeypatch.setattr(Mirror, "_copy", lambda self, folder: hangs.wait(30))
     _, _, mirror, _ = started()
     began = time.monotonic()
-    mirror.flush()
+    for _ in range(100):
+        mirror.finish()
     assert time.monotonic() - began < 5
     hangs.set()
 

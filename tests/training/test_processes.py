@@ -79,7 +79,7 @@ def barrier(trainer):
 
 
 def untimed(rows):
-    clocks = ("seconds", "tokens_per_second", "flops_per_second", "wall_seconds")
+    clocks = ("seconds", "data_seconds", "tokens_per_second", "flops_per_second", "wall_seconds")
     return [{k: v for k, v in row.items() if k not in clocks} for row in rows]
 
 

@@ -31,7 +31,7 @@ RUN = {
 
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    clocks = ("seconds", "tokens_per_second", "flops_per_second", "wall_seconds")
+    clocks = ("seconds", "data_seconds", "tokens_per_second", "flops_per_second", "wall_seconds")
     return [{key: value for key, value in row.items() if key not in clocks} for row in rows]
 
 

@@ -70,7 +70,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def untimed(value: Any) -> Any:
     """Without what a clock decides."""
-    timed = ("seconds", "tokens_per_second", "flops_per_second", "wall_seconds", "clocks")
+    timed = ("seconds", "data_seconds", "tokens_per_second", "flops_per_second", "wall_seconds", "clocks")
     if isinstance(value, list):
         return [untimed(entry) for entry in value]
     return {key: entry for key, entry in value.items() if key not in timed}

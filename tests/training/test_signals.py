@@ -265,7 +265,7 @@ def events_of(out: Path) -> list[dict[str, Any]]:
 
 
 def untimed(out: Path) -> list[dict[str, Any]]:
-    timed = ("seconds", "tokens_per_second", "flops_per_second", "wall_seconds")
+    timed = ("seconds", "data_seconds", "tokens_per_second", "flops_per_second", "wall_seconds")
     return [{k: v for k, v in row.items() if k not in timed} for row in read_rows(out / "metrics.jsonl")]
 
 
