@@ -118,7 +118,7 @@ _ABOVE_ZERO = {
     "model": (
         *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
         *("intermediate_size", "max_position_embeddings", "rope_theta", "rms_norm_eps", "initializer_range"),
-        "pad_vocab_to_multiple_of",
+        *("pad_vocab_to_multiple_of", "layer_norm_epsilon"),
     ),
     "tokenizer": ("vocab_size", "sample_bytes", "max_word_bytes", "min_frequency"),
     "data": ("sequence_length", "shard_ids", "num_workers", "pack_tokens"),
@@ -170,6 +170,11 @@ def check_config(config: RunConfig) -> None:
         raise ConfigError(f"max_cost={training.max_cost:g} needs a price. Give it: --price_per_hour 1.10.")
     if training.fp16 and training.bf16 is True:
         raise ConfigError("bf16 and fp16 are both true; one precision is needed. Leave out one of them.")
+    if training.precision != "auto" and (training.fp16 or training.bf16 != "auto"):
+        raise ConfigError(
+            f"precision={training.precision} is given beside bf16={training.bf16} and fp16={training.fp16}. Leave out "
+            "bf16 and fp16."
+        )
     if training.init_optimizer and training.init_from is None:
         raise ConfigError("init_optimizer is true, but init_from names no checkpoint. Give it: --init_from DIR.")
     if training.branch_from is not None and training.init_from is not None:
@@ -187,6 +192,8 @@ def check_config(config: RunConfig) -> None:
             f"a weight, or leave it out."
         )
     _check_heads(config.model)
+    if config.model.architecture == "gpt2":
+        _check_gpt2(config.model)
     _check_lengths(config)
     names = [source.name for source in config.data.sources]
     for source in config.data.sources:
@@ -279,6 +286,21 @@ def _check_heads(model: ModelSection) -> None:
             f"head_dim={head_dim} is odd; rotary positions need an even number. "
             "Change hidden_size, num_attention_heads or head_dim."
         )
+
+
+def _check_gpt2(model: ModelSection) -> None:
+    if model.max_position_embeddings is None:
+        raise ConfigError(
+            "architecture=gpt2 learns a position for each place, so their number is a part of its shape. Give it: "
+            "max_position_embeddings: 1024."
+        )
+    plain = ModelSection(num_key_value_heads=model.num_attention_heads)
+    for key in ("qk_norm", "head_dim", "rope_theta", "rms_norm_eps", "num_key_value_heads"):
+        value = getattr(model, key)
+        if value not in (getattr(plain, key), getattr(ModelSection, key)):
+            raise ConfigError(f"{key}={value} means nothing to architecture=gpt2. Leave it out.")
+    if model.attn_implementation == "flex_attention":
+        raise ConfigError("attn_implementation=flex_attention is not there for architecture=gpt2. Use sdpa.")
 
 
 def _check_lengths(config: RunConfig) -> None:

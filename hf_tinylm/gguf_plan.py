@@ -50,6 +50,7 @@ class GGUFTensor:
     Attributes:
         source_rows: rows in the model folder; more than `shape[0]` when the embedding is padded there.
         rotary_heads: heads whose rows llama.cpp wants interleaved, or 0.
+        transposed: the model folder has it as (in, out).
     """
 
     name: str
@@ -57,11 +58,12 @@ class GGUFTensor:
     shape: tuple[int, ...]
     source_rows: int
     rotary_heads: int = 0
+    transposed: bool = False
 
     @property
     def source_shape(self) -> tuple[int, ...]:
         """Shape in the model folder."""
-        return (self.source_rows, *self.shape[1:])
+        return self.shape[::-1] if self.transposed else (self.source_rows, *self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def file_bytes(shape: ModelShape, file_type: GGUFType) -> int:
     of_layer = [tensor for tensor in tensors if _layer(tensor.name) is not None]
     found = _padded(estimated_header_bytes(shape.vocab_size, len(tensors) + (layers - 1) * len(of_layer)))
     for tensor in tensors:
-        columns, part = tensor.shape[-1], tensor.name.split(".")[-2]
+        columns, part = tensor.shape[-1], tensor.name.split(".")[-2] if len(tensor.shape) > 1 else "vector"
         plain = _fitting_type(_plain_type(tensor, file_type, shape.tie_word_embeddings), columns)
         raised = _fitting_type(_RAISED_TYPES[file_type], columns) if part in _RAISED_PARTS else plain
         more = _raised_layers(part, file_type, layers)
@@ -174,7 +176,9 @@ def plan_tensors(tensors: list[GGUFTensor], file_type: GGUFType, header_bytes: i
 
 
 def gguf_tensors(shape: ModelShape, tokens: int) -> list[GGUFTensor]:
-    """Every tensor of a llama or (with QK-norm) qwen3 model in the order of the file; padding rows are left out."""
+    """Every tensor of a llama, (with QK-norm) qwen3 or gpt2 model in the order of the file, without padding rows."""
+    if shape.architecture == "gpt2":
+        return _gpt2_tensors(shape, tokens)
     hidden, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     # Hugging Face rotates the two halves of a head, and so does llama.cpp's `qwen3`; its `llama` rotates neighbours
@@ -208,6 +212,34 @@ def gguf_tensors(shape: ModelShape, tokens: int) -> list[GGUFTensor]:
     return tensors
 
 
+def _gpt2_tensors(shape: ModelShape, tokens: int) -> list[GGUFTensor]:
+    hidden, inner, places = shape.hidden_size, shape.intermediate_size, shape.learned_positions
+    tensors = [
+        GGUFTensor("token_embd.weight", "transformer.wte.weight", (tokens, hidden), shape.vocab_size),
+        GGUFTensor("position_embd.weight", "transformer.wpe.weight", (places, hidden), places),
+    ]
+    for layer in range(shape.num_hidden_layers):
+        parts: list[tuple[str, str, int, int]] = [  # columns 0: a norm
+            ("attn_norm", "ln_1", hidden, 0),
+            ("attn_qkv", "attn.c_attn", 3 * hidden, hidden),
+            ("attn_output", "attn.c_proj", hidden, hidden),
+            ("ffn_norm", "ln_2", hidden, 0),
+            ("ffn_up", "mlp.c_fc", inner, hidden),
+            ("ffn_down", "mlp.c_proj", hidden, inner),
+        ]
+        for name, source, rows, columns in parts:
+            ours, theirs = f"blk.{layer}.{name}", f"transformer.h.{layer}.{source}"
+            size = (rows, columns) if columns else (rows,)
+            tensors.append(GGUFTensor(f"{ours}.weight", f"{theirs}.weight", size, rows, transposed=bool(columns)))
+            tensors.append(GGUFTensor(f"{ours}.bias", f"{theirs}.bias", (rows,), rows))
+    tensors += [
+        GGUFTensor(f"output_norm.{kind}", f"transformer.ln_f.{kind}", (hidden,), hidden) for kind in ("weight", "bias")
+    ]
+    if not shape.tie_word_embeddings:
+        tensors.append(GGUFTensor("output.weight", "lm_head.weight", (tokens, hidden), shape.vocab_size))
+    return tensors
+
+
 def tensor_bytes(shape: tuple[int, ...], kind: str) -> int:
     """Bytes of a tensor whose rows are a multiple of the block."""
     numbers, size = BLOCKS[kind]
@@ -230,7 +262,8 @@ _RAISED_TYPES: dict[GGUFType, str] = {
 def _wanted_type(tensor: GGUFTensor, file_type: GGUFType, layers: int, tied: bool) -> str:
     """The type that a file type gives to a tensor whose rows fit."""
     part, layer = tensor.name.split(".")[-2], _layer(tensor.name)
-    if layer is not None and part in _RAISED_PARTS and _is_raised(part, file_type, layer, layers):
+    raised = layer is not None and part in _RAISED_PARTS and len(tensor.shape) > 1
+    if layer is not None and raised and _is_raised(part, file_type, layer, layers):
         return _RAISED_TYPES[file_type]
     return _plain_type(tensor, file_type, tied)
 
@@ -241,10 +274,12 @@ def _plain_type(tensor: GGUFTensor, file_type: GGUFType, tied: bool) -> str:
     K-quants follow llama.cpp; for the others the matrix of the logits is Q8_0, as its K-quant of choice (Q6_K) needs
     llama.cpp. Source: llama.cpp, src/llama-quant.cpp, llama_tensor_get_type_impl.
     """
-    if len(tensor.shape) == 1:
+    part = tensor.name.split(".")[-2]
+    if len(tensor.shape) == 1 or part == "position_embd":
         return "F32"
     default = file_type.upper().removesuffix("_S").removesuffix("_M")
-    part = tensor.name.split(".")[-2]
+    if part == "attn_qkv" and file_type in ("q4_k_m", "q5_k_m"):
+        return "Q5_K" if file_type == "q4_k_m" else "Q6_K"
     if part == "output" or (part == "token_embd" and tied):
         if needs_llamacpp(file_type):
             return "Q8_0" if tensor.shape[-1] % BLOCKS[default][0] else "Q6_K"

@@ -60,12 +60,18 @@ class FileLock:
         threading.Thread(target=self._beat, args=(file,), daemon=True, name="heartbeat").start()
         return holder
 
-    def release(self) -> None:
-        """Give the lock back and remove its file."""
+    def release(self, trace: dict[str, Any] | None = None) -> None:
+        """Give the lock back and remove its file, or leave in it the `trace` that `acquire` found."""
         if self._file is None:
             return
         self._released.set()
-        self.path.unlink(missing_ok=True)
+        if trace:
+            self._file.seek(0)
+            self._file.truncate()
+            json.dump(trace, self._file)
+            self._file.flush()
+        else:
+            self.path.unlink(missing_ok=True)
         self._file.close()
         self._file = None
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from .errors import ConfigError
 
+OWN_MODEL_TYPES = ("tinylm", "tinylm_gpt2")  # model_type of checkpoints, which only this package opens
 _FETCHED = ["*.json", "*.jinja", "*.safetensors", "*.md", "*.txt", "LICENSE*"]
 
 
@@ -23,7 +24,7 @@ def find_model_folder(name: str | None) -> Path:
     if folder.exists() or folder.is_absolute() or name.startswith(".") or not 1 <= len(folder.parts) <= 2:
         raise ConfigError(
             f"{name} is no model folder. Give a run's final folder, a checkpoint, or the folder or Hub name of a "
-            "llama or qwen3 model."
+            "llama, qwen3 or gpt2 model."
         )
     from huggingface_hub import snapshot_download
 
@@ -33,5 +34,5 @@ def find_model_folder(name: str | None) -> Path:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"{name} is neither a folder here nor a model that the Hub gave: {reason} Give a run's final folder, or "
-            "the folder or Hub name of a llama or qwen3 model."
+            "the folder or Hub name of a llama, qwen3 or gpt2 model."
         ) from error

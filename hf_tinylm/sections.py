@@ -15,7 +15,11 @@ DecayShape = Literal["linear", "cosine", "sqrt"]
 
 @dataclass
 class ModelSection:
-    """Shape of the model. Parameter names and file format are those of stock Llama (with `qk_norm`: Qwen3)."""
+    """Shape of the model. Parameter names and file format are those of stock Llama (with `qk_norm`: Qwen3), or GPT-2.
+
+    GPT-2 learns a position for each place, so `max_position_embeddings` must be given; it has no key/value heads of
+    their own, no QK-norm and no rotation.
+    """
 
     hidden_size: int = 256
     num_hidden_layers: int = 6
@@ -32,6 +36,8 @@ class ModelSection:
     attention_dropout: float = 0.0
     pad_vocab_to_multiple_of: int = 1
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    architecture: Literal["llama", "gpt2"] = "llama"
+    layer_norm_epsilon: float = 1e-5  # of gpt2
 
 
 @dataclass
@@ -151,7 +157,8 @@ class TrainingSection:
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
-    bf16: bool | Literal["auto"] = "auto"  # auto: where the device multiplies bf16 matrices fast
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of matrix products; auto: what the device is fast at
+    bf16: bool | Literal["auto"] = "auto"  # Hugging Face's words for precision: bf16, or fp32 when false
     fp16: bool = False  # with a gradient scaler, for GPUs without bf16
     torch_compile: bool | Literal["auto"] = "auto"  # auto: on a CPU or GPU, for runs long enough to win it back
     gradient_checkpointing: bool = False

@@ -16,7 +16,7 @@ from hf_tinylm.errors import ConfigError
 COMMANDS = [
     *("tokenizer train", "tokenizer audit", "prepare", "inspect", "eval", "sample", "export", "verify-gguf", "where"),
     *("plan", "find-batch", "sweep", "demo", "persona check", "chat", "serve", "promote", "preflight"),
-    *("tail", "report", "diagnose"),
+    *("tail", "report", "diagnose", "verify-run"),
 ]
 
 

@@ -50,7 +50,7 @@ def register(commands: Any) -> None:
         "continue a prompt, or a file of prompts with several models side by side",
         'hf-tinylm sample runs/demo/pretrain/final --prompt "Emma was" --temperature 0',
     )
-    sample.add_argument("model", nargs="+", help="a final folder, a checkpoint of a run, or a llama/qwen3 folder")
+    sample.add_argument("model", nargs="+", help="a final folder, a checkpoint of a run, or a llama/qwen3/gpt2 folder")
     sample.add_argument("--prompt", help="text to continue (default: begin a document)")
     sample.add_argument("--prompts", nargs="?", const="", metavar="FILE", help="a prompt a line (default: bundled)")
     sample.add_argument("--max_new_tokens", type=int, default=128)

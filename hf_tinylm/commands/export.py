@@ -21,7 +21,7 @@ def register(commands: Any) -> None:
         "write a model as a stock Hugging Face folder with GGUF files and a Modelfile in it",
         "hf-tinylm export runs/demo/pretrain/checkpoint-00000100 --output_dir exported --gguf f16 q8_0 --verify",
     )
-    export.add_argument("model", help="a final folder, a checkpoint, or the folder or Hub name of a llama/qwen3 model")
+    export.add_argument("model", help="final folder, checkpoint, or folder or Hub name of a llama/qwen3/gpt2 model")
     export.add_argument("--output_dir", help="a new or empty folder")
     export.add_argument(
         "--gguf",

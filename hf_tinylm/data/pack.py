@@ -42,7 +42,12 @@ class Pack:
     @property
     def identity(self) -> dict[str, Any]:
         """Hashes that make two packs the same."""
-        return {"tokenizer_sha256": self.shards.tokenizer_sha256, "manifest_sha256": self.shards.manifest_sha256}
+        return {
+            "tokenizer_sha256": self.shards.tokenizer_sha256,
+            "manifest_sha256": self.shards.manifest_sha256,
+            "shards_sha256": self.shards.shards_sha256,
+            "documents": self.shards.documents,
+        }
 
 
 def open_pack(config: RunConfig, verify: bool = True) -> Pack:

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..errors import ConfigError, DataError
-from ..files import read_json, sha256_of_file
+from ..files import read_json, sha256_of_file, sha256_of_json
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "validation")
@@ -76,6 +76,18 @@ class Shards:
     def vocab_size(self) -> int:
         """Tokens of the tokenizer that wrote the pack; every id is below it."""
         return int(self.manifest["vocab_size"])
+
+    @property
+    def shards_sha256(self) -> str:
+        """Hash of the names, counts and contents of all shards: the same when a pack is prepared again elsewhere."""
+        return sha256_of_json({split: self.manifest["splits"][split]["shards"] for split in SPLITS})
+
+    @property
+    def documents(self) -> dict[str, int]:
+        """Documents of each split."""
+        return {
+            split: sum(entry["documents"] for entry in self.manifest["splits"][split]["shards"]) for split in SPLITS
+        }
 
     @property
     def tokenizer_sha256(self) -> str:

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import CheckpointError, ConfigError, TokenizerError
 from ..files import read_json, sha256_of_file, sha256_of_json
-from ..model_folder import find_model_folder
-from ..modeling.configuration import TinyLMConfig
+from ..model_folder import OWN_MODEL_TYPES, find_model_folder
 from ..modeling.factory import load_model
 from ..tokenization.encoder import FastEncoder
 from ..tokenization.load import load_tokenizer, tokenizer_sha256, vocabulary_size
@@ -80,7 +79,7 @@ def load_causal_lm(folder: Path) -> PreTrainedModel:
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is not a model folder: it has no config.json.")
-    if read_json(folder / "config.json").get("model_type") == TinyLMConfig.model_type:
+    if read_json(folder / "config.json").get("model_type") in OWN_MODEL_TYPES:
         return load_model(folder)
     try:
         AutoConfig.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""A stock `llama` or `qwen3` model folder as GGUF files, without torch.
+"""A stock `llama`, `qwen3` or `gpt2` model folder as GGUF files, without torch.
 
 Tensors are read, converted and written a few rows at a time, so memory depends on neither the model nor its largest
 tensor. Everything that llama.cpp would read differently from Hugging Face is refused before a file is opened; the asked
@@ -208,6 +208,9 @@ def _stored_chunks(weights: SafetensorsFolder, planned: PlannedTensor) -> Iterat
     """The tensor as it is stored, some whole rows (and, where they are reordered, whole heads) at a time."""
     tensor = planned.tensor
     rows = tensor.shape[0]
+    if tensor.transposed:  # whole: its rows are columns of the file, and the largest has 4 x hidden^2 numbers
+        yield _stored(weights.rows(tensor.source, 0, tensor.source_shape[0]).T, planned.stored, tensor.source)
+        return
     step = max(1, CHUNK_NUMBERS // math.prod(tensor.shape[1:]))
     if tensor.rotary_heads:
         head = rows // tensor.rotary_heads
@@ -263,12 +266,15 @@ def _add_architecture(writer: Any, config: ExportedConfig, tokens: int) -> None:
     writer.add_feed_forward_length(shape.intermediate_size)
     writer.add_block_count(shape.num_hidden_layers)
     writer.add_head_count(shape.num_attention_heads)
+    if config.rope_theta is None:
+        writer.add_layer_norm_eps(config.norm_eps)
+        return
     writer.add_head_count_kv(shape.num_key_value_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
 
 
 def _add_tokenizer(writer: Any, section: TokenizerSection) -> None:

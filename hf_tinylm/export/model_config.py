@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ExportError
+from ..model_folder import OWN_MODEL_TYPES
 from ..planning import ModelShape
+from ..planning.shape import in_llama_words
 
 _COUNTS = (
     "vocab_size",
@@ -17,6 +19,15 @@ _COUNTS = (
     "max_position_embeddings",
 )
 
+# What llama.cpp's `gpt2` computes. Source: llama.cpp, src/models/gpt2.cpp.
+_GPT2_COMPUTATION = {
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "quantization_config": None,
+}
+
 
 @dataclass(frozen=True)
 class ExportedConfig:
@@ -24,12 +35,14 @@ class ExportedConfig:
 
     shape: ModelShape
     context_length: int
-    rms_norm_eps: float
-    rope_theta: float
+    norm_eps: float
+    rope_theta: float | None  # None: positions are learned
 
     @property
     def architecture(self) -> str:
         """llama.cpp's name."""
+        if self.shape.architecture == "gpt2":
+            return "gpt2"
         return "qwen3" if self.shape.qk_norm else "llama"
 
 
@@ -40,11 +53,14 @@ def read_exported_config(config: dict[str, Any]) -> ExportedConfig:
         ExportError: a key is missing, or asks for something that llama.cpp's llama or qwen3 does not compute.
     """
     kind = config.get("model_type")
-    if kind not in ("llama", "qwen3", "tinylm"):
+    if kind not in ("llama", "qwen3", "gpt2", *OWN_MODEL_TYPES):
         raise ExportError(
-            f"config.json has model_type {kind!r}; llama or qwen3 is needed. Export the run's final folder."
+            f"config.json has model_type {kind!r}; llama, qwen3 or gpt2 is needed. Export the run's final folder."
         )
-    _refuse_bad_numbers(config)
+    config = in_llama_words(config)
+    if kind in ("gpt2", "tinylm_gpt2"):
+        return _gpt2(config)
+    _refuse_bad_numbers(config, "rms_norm_eps")
     _refuse_unknown_computation(config)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or (config["hidden_size"] // heads if kind != "qwen3" else None)
@@ -64,13 +80,37 @@ def read_exported_config(config: dict[str, Any]) -> ExportedConfig:
     return ExportedConfig(
         shape=shape,
         context_length=config["max_position_embeddings"],
-        rms_norm_eps=config["rms_norm_eps"],
+        norm_eps=config["rms_norm_eps"],
         rope_theta=_rope_theta(config),
     )
 
 
-def _refuse_bad_numbers(config: dict[str, Any]) -> None:
-    missing = [key for key in (*_COUNTS, "rms_norm_eps") if config.get(key) is None]
+def _gpt2(config: dict[str, Any]) -> ExportedConfig:
+    """What a config.json of GPT-2 states."""
+    _refuse_bad_numbers(config, "layer_norm_epsilon")
+    for key, computed in _GPT2_COMPUTATION.items():
+        if config.get(key, computed) != computed:
+            raise ExportError(f"config.json has {key} {config[key]!r}; llama.cpp computes {computed!r} for gpt2.")
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    if width % heads:
+        raise ExportError(f"config.json has n_embd {width}, which {heads} heads do not divide.")
+    shape = ModelShape(
+        vocab_size=config["vocab_size"],
+        hidden_size=width,
+        num_hidden_layers=config["num_hidden_layers"],
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=config["intermediate_size"],
+        head_dim=width // heads,
+        tie_word_embeddings=bool(config["tie_word_embeddings"]),
+        architecture="gpt2",
+        learned_positions=config["max_position_embeddings"],
+    )
+    return ExportedConfig(shape, config["max_position_embeddings"], config["layer_norm_epsilon"], None)
+
+
+def _refuse_bad_numbers(config: dict[str, Any], norm_eps: str) -> None:
+    missing = [key for key in (*_COUNTS, norm_eps) if config.get(key) is None]
     if missing:
         raise ExportError(f"config.json lacks {', '.join(missing)}.")
     for key in (*_COUNTS, "num_key_value_heads", "head_dim"):
@@ -80,9 +120,9 @@ def _refuse_bad_numbers(config: dict[str, Any]) -> None:
     heads, key_heads = config["num_attention_heads"], config.get("num_key_value_heads")
     if key_heads and heads % key_heads:
         raise ExportError(f"config.json has {heads} query heads, which {key_heads} key/value heads do not divide.")
-    epsilon = config["rms_norm_eps"]
+    epsilon = config[norm_eps]
     if not isinstance(epsilon, float) or not epsilon > 0:
-        raise ExportError(f"config.json has rms_norm_eps {epsilon!r}; a number above 0 is needed.")
+        raise ExportError(f"config.json has {norm_eps} {epsilon!r}; a number above 0 is needed.")
 
 
 def _refuse_unknown_computation(config: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..files import read_json
-from ..model_folder import find_model_folder
+from ..model_folder import OWN_MODEL_TYPES, find_model_folder
 from .weights import weight_files
 
 _COPIED_SUFFIXES = (".json", ".jinja", ".md", ".txt")
@@ -32,11 +32,11 @@ def find_source(model: str) -> ModelSource:
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{model} is not a model folder: it has no config.json. Give a run's final folder, a checkpoint, or the "
-            "folder or name of a llama or qwen3 model."
+            "folder or name of a llama, qwen3 or gpt2 model."
         )
     config = read_json(folder / "config.json")
     kind = config.get("model_type") if isinstance(config, dict) else None
-    return ModelSource(folder, stock=kind != "tinylm" and (folder / "tokenizer.json").is_file())
+    return ModelSource(folder, stock=kind not in OWN_MODEL_TYPES and (folder / "tokenizer.json").is_file())
 
 
 def copy_stock_folder(source: Path, target: Path) -> None:

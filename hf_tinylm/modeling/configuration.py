@@ -1,8 +1,9 @@
-"""Configuration of `TinyLMForCausalLM`: a `LlamaConfig` with three more settings."""
+"""Configurations of `TinyLMForCausalLM`, a `LlamaConfig` with three more settings, and of its GPT-2 form."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from transformers import LlamaConfig
@@ -88,10 +89,60 @@ class TinyLMConfig(LlamaConfig):
         )
 
 
+class TinyGPT2Config(TinyLMConfig):
+    """The same settings read as GPT-2's: `max_position_embeddings` learned positions, no rotation, no RMSNorm."""
+
+    model_type = "tinylm_gpt2"
+    attribute_map = {  # noqa: RUF012
+        **{"n_inner": "intermediate_size", "n_layer": "num_hidden_layers", "attn_pdrop": "attention_dropout"},
+    }
+
+    layer_norm_epsilon: float = 1e-5
+    activation_function: str = "gelu_new"
+    embd_pdrop: float = 0.0
+    resid_pdrop: float = 0.0
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    reorder_and_upcast_attn: bool = False
+    add_cross_attention: bool = False
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that decides the function and the initial weights, as plain JSON values."""
+        names = (
+            *("vocab_size", "unpadded_vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+            *("num_attention_heads", "tie_word_embeddings", "layer_norm_epsilon", "initializer_range"),
+            "attention_dropout",
+        )
+        found = {name: getattr(self, name) for name in names}
+        return {"architecture": "gpt2", **found, "learned_positions": self.max_position_embeddings}
+
+    @property
+    def shape(self) -> ModelShape:
+        """What decides the number of parameters and FLOPs."""
+        return replace(super().shape, architecture="gpt2", learned_positions=self.max_position_embeddings)
+
+
 def model_configuration(model: ModelSection, vocab_size: int, sequence_length: int, **token_ids: Any) -> TinyLMConfig:
     """The configuration of a new model for a tokenizer of `vocab_size` tokens, trained on `sequence_length`."""
     shape = ModelShape.from_config(model, vocab_size)
     std = width_aware_std(model.hidden_size) if model.initializer_range == "auto" else model.initializer_range
+    if model.architecture == "gpt2":
+        return TinyGPT2Config(
+            vocab_size=shape.vocab_size,
+            unpadded_vocab_size=vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_hidden_layers,
+            num_attention_heads=shape.num_attention_heads,
+            num_key_value_heads=shape.num_attention_heads,
+            tie_word_embeddings=shape.tie_word_embeddings,
+            max_position_embeddings=shape.learned_positions,
+            layer_norm_epsilon=model.layer_norm_epsilon,
+            initializer_range=std,
+            attention_dropout=model.attention_dropout,
+            **token_ids,
+        )
     return TinyLMConfig(
         vocab_size=shape.vocab_size,
         unpadded_vocab_size=vocab_size,

@@ -12,11 +12,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from ..errors import CheckpointError, ConfigError
 from ..sections import ModelSection
-from .configuration import TinyLMConfig, model_configuration
+from .configuration import TinyGPT2Config, TinyLMConfig, model_configuration
+from .gpt2 import TinyGPT2ForCausalLM, from_stock_gpt2
 from .model import TinyLMForCausalLM
 
-AutoConfig.register(TinyLMConfig.model_type, TinyLMConfig, exist_ok=True)
-AutoModelForCausalLM.register(TinyLMConfig, TinyLMForCausalLM, exist_ok=True)
+MODEL_CLASSES: dict[type[TinyLMConfig], type[TinyLMForCausalLM]] = {
+    TinyLMConfig: TinyLMForCausalLM,
+    TinyGPT2Config: TinyGPT2ForCausalLM,
+}
+for _config_class, _model_class in MODEL_CLASSES.items():
+    AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
+    AutoModelForCausalLM.register(_config_class, _model_class, exist_ok=True)
 
 
 def new_model(
@@ -25,15 +31,21 @@ def new_model(
     """A freshly initialised float32 model on the CPU; the weights depend on shape and seed alone."""
     set_seed(seed)
     config = model_configuration(model, vocab_size, sequence_length, **token_ids)
-    built = TinyLMForCausalLM._from_config(config, dtype=torch.float32)
-    built.set_attn_implementation(model.attn_implementation)
-    return built
+    return _built(config, model.attn_implementation)
 
 
 def meta_model(model: ModelSection, vocab_size: int, sequence_length: int) -> TinyLMForCausalLM:
     """The same model without memory for weights, to count and to plan."""
+    config = model_configuration(model, vocab_size, sequence_length)
     with torch.device("meta"):
-        return TinyLMForCausalLM(model_configuration(model, vocab_size, sequence_length))
+        return MODEL_CLASSES[type(config)](config)
+
+
+def _built(config: TinyLMConfig, attn_implementation: str) -> TinyLMForCausalLM:
+    """A freshly initialised float32 model of either architecture."""
+    built = MODEL_CLASSES[type(config)]._from_config(config, dtype=torch.float32)
+    built.set_attn_implementation(attn_implementation)
+    return built
 
 
 def untrained_like(
@@ -57,21 +69,18 @@ def untrained_like(
             f"{folder} reads. Give {config.max_position_embeddings:,} or less."
         )
     config.update({"attention_dropout": model.attention_dropout, **token_ids})
-    built = TinyLMForCausalLM._from_config(config, dtype=torch.float32)
-    built.set_attn_implementation(model.attn_implementation)
-    return built
+    return _built(config, model.attn_implementation)
 
 
 def load_model(folder: Path, attn_implementation: str = "sdpa") -> TinyLMForCausalLM:
-    """A `TinyLMForCausalLM` from a checkpoint of ours or from a stock `llama`/`qwen3` folder, in float32.
+    """A `TinyLMForCausalLM` from a checkpoint of ours or from a stock `llama`/`qwen3`/`gpt2` folder, in float32.
 
     Raises:
         ConfigError: the folder is no model, or a model whose shape this package does not have.
         CheckpointError: a tensor is missing, unknown, or of another shape.
     """
     config = read_configuration(folder)
-    model = TinyLMForCausalLM._from_config(config, dtype=torch.float32)
-    model.set_attn_implementation(attn_implementation)
+    model = _built(config, attn_implementation)
     load_weights(model, weight_files(folder))
     return model.eval()
 
@@ -83,8 +92,13 @@ def read_configuration(folder: Path) -> TinyLMConfig:
     config = AutoConfig.from_pretrained(folder)
     if isinstance(config, TinyLMConfig):
         return config
+    if config.model_type == "gpt2":
+        found, foreign = from_stock_gpt2(config)
+        if foreign:
+            raise ConfigError(f"{folder} uses {', '.join(foreign)}, which this package's model does not have.")
+        return found
     if config.model_type not in ("llama", "qwen3"):
-        raise ConfigError(f"{folder} holds a {config.model_type} model; llama, qwen3 or tinylm is needed.")
+        raise ConfigError(f"{folder} holds a {config.model_type} model; llama, qwen3, gpt2 or tinylm is needed.")
     values = config.to_dict()
     unsupported = [k for k in ("attention_bias", "mlp_bias", "use_sliding_window") if values.get(k)]
     rope = values.get("rope_parameters") or {}

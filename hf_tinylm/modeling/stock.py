@@ -1,4 +1,4 @@
-"""Our weights as stock `LlamaForCausalLM` or `Qwen3ForCausalLM`, which every other program knows how to open."""
+"""Our weights as stock `LlamaForCausalLM`, `Qwen3ForCausalLM` or `GPT2LMHeadModel`, which every other program opens."""
 
 from __future__ import annotations
 
@@ -8,21 +8,46 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from ..errors import ConfigError
 from ..files import atomic_folder, read_json
 from ..tokenization.load import write_tokenizer_files
-from .configuration import TinyLMConfig
+from .configuration import TinyGPT2Config, TinyLMConfig
+from .gpt2 import stock_gpt2_configuration
 from .model import TinyLMForCausalLM
 
 Dtype = Literal["float32", "bfloat16"]
+_STOCK_CLASSES: dict[type, type[PreTrainedModel]] = {
+    LlamaConfig: LlamaForCausalLM,
+    Qwen3Config: Qwen3ForCausalLM,
+    GPT2Config: GPT2LMHeadModel,
+}
 
 
-def stock_configuration(config: TinyLMConfig) -> LlamaConfig | Qwen3Config:
+def stock_configuration(config: TinyLMConfig) -> LlamaConfig | Qwen3Config | GPT2Config:
     """The stock configuration of the same model, padding rows trimmed."""
-    shared: dict[str, Any] = {
+    common: dict[str, Any] = {
         "vocab_size": config.num_tokens,
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": _first(config.eos_token_id),
+        "pad_token_id": config.pad_token_id,
+    }
+    if isinstance(config, TinyGPT2Config):
+        return stock_gpt2_configuration(config, **common)
+    shared: dict[str, Any] = {
+        **common,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_hidden_layers,
@@ -31,13 +56,8 @@ def stock_configuration(config: TinyLMConfig) -> LlamaConfig | Qwen3Config:
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
-        "initializer_range": config.initializer_range,
         "attention_dropout": config.attention_dropout,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.theta},
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": _first(config.eos_token_id),
-        "pad_token_id": config.pad_token_id,
     }
     return Qwen3Config(**shared) if config.qk_norm else LlamaConfig(**shared)
 
@@ -51,16 +71,17 @@ def stock_model(model: TinyLMForCausalLM, attn_implementation: str | None = None
     config = stock_configuration(model.config)
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation
-    stock_class: Any = Qwen3ForCausalLM if model.config.qk_norm else LlamaForCausalLM
+    stock_class: Any = _STOCK_CLASSES[type(config)]
     with torch.device("meta"):
         stock = stock_class(config)
     rows = model.config.num_tokens
     state = {}
     for name, tensor in model.state_dict().items():
-        tensor = tensor[:rows] if name in ("model.embed_tokens.weight", "lm_head.weight") else tensor
+        tensor = tensor[:rows] if name in model.vocabulary_weights else tensor
         state[name] = tensor.detach().to("cpu", copy=True).contiguous()
     stock.load_state_dict(state, strict=True, assign=True)
-    stock.model.rotary_emb = type(stock.model.rotary_emb)(config)  # its buffers are not in the state and are still meta
+    if not isinstance(config, GPT2Config):  # buffers of rotary positions are not in the state and are still meta
+        stock.model.rotary_emb = type(stock.model.rotary_emb)(config)
     stock.tie_weights()
     stock.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id,
@@ -105,7 +126,8 @@ def save_stock_model(
     with atomic_folder(folder, replace=replace) as temporary:
         stock.save_pretrained(temporary, **cut)
         config = read_json(temporary / "config.json")
-        config["rope_theta"] = config["rope_parameters"]["rope_theta"]  # transformers 4 and most other readers
+        if "rope_parameters" in config:
+            config["rope_theta"] = config["rope_parameters"]["rope_theta"]  # transformers 4 and most other readers
         config["torch_dtype"] = dtype
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None:

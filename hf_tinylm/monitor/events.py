@@ -140,6 +140,12 @@ def _finished(event: dict[str, Any]) -> str:
     return f"finished: {_count(event, 'supervised_tokens')} tokens"
 
 
+def _verified(event: dict[str, Any]) -> str:
+    failures = event.get("failures")
+    failed = ", ".join(map(str, failures)) if isinstance(failures, dict) else ""
+    return f"verify-run: {f'failed: {failed}' if failed else 'the folder, shards and loss are those of the run'}"
+
+
 _WORDS = {
     "started": _started,
     "resumed": _resumed,
@@ -150,4 +156,5 @@ _WORDS = {
     "warned": _warned,
     "nonfinite": _nonfinite,
     "finished": _finished,
+    "verified": _verified,
 }

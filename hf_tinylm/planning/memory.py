@@ -112,6 +112,12 @@ def _layer_bytes(shape: ModelShape, settings: MemorySettings) -> int:
     element = _element(settings)
     width, inner, query = shape.hidden_size, shape.intermediate_size, shape.attention_width
     key_value = shape.num_key_value_heads * shape.head_dim
+    if shape.architecture == "gpt2":
+        # Both norms' inputs, means and deviations; what the projections read; queries, keys, values and their result;
+        # gelu_new, written out, keeps five values of each inner channel; autocast on a GPU takes its cube in float32.
+        scores = shape.num_attention_heads * (4 if not settings.eager_attention else settings.sequence_length * 8)
+        gelu = 5 * element if settings.on_cpu or not settings.bf16 else 18
+        return 8 * width + 16 + 2 * element * width + element * 4 * width + scores + gelu * inner
     norms = (8 if settings.compiled else 16) * width + 8
     read = 2 * element * width
     attention = element * (2 * query + 2 * key_value)

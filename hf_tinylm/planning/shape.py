@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ConfigError
 from ..gguf_plan import GGUFType, file_bytes, needs_llamacpp
@@ -14,7 +14,7 @@ from ..sections import ModelSection
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides a Llama-style model's size. `vocab_size` counts embedding rows, padding included."""
+    """What decides a model's size. `vocab_size` counts embedding rows, padding included."""
 
     vocab_size: int
     hidden_size: int
@@ -25,6 +25,8 @@ class ModelShape:
     head_dim: int
     qk_norm: bool = False
     tie_word_embeddings: bool = True
+    architecture: Literal["llama", "gpt2"] = "llama"
+    learned_positions: int = 0  # of gpt2
 
     @classmethod
     def from_config(cls, model: ModelSection, vocab_size: int) -> ModelShape:
@@ -40,16 +42,20 @@ class ModelShape:
             head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
             qk_norm=model.qk_norm,
             tie_word_embeddings=model.tie_word_embeddings,
+            architecture=model.architecture,
+            learned_positions=(model.max_position_embeddings or 0) if model.architecture == "gpt2" else 0,
         )
 
     @classmethod
     def from_model_config(cls, values: Mapping[str, Any]) -> ModelShape:
-        """The shape that the config.json of a `llama`, `qwen3` or `tinylm` folder gives.
+        """The shape that the config.json of a `llama`, `qwen3`, `gpt2` or `tinylm` folder gives.
 
         Raises:
             ConfigError: a key is missing or is no number.
         """
         try:
+            values = in_llama_words(values)
+            gpt2 = str(values.get("model_type", "")).endswith("gpt2")
             heads, width = int(values["num_attention_heads"]), int(values["hidden_size"])
             return cls(
                 vocab_size=int(values["vocab_size"]),
@@ -61,18 +67,30 @@ class ModelShape:
                 head_dim=int(values.get("head_dim") or width // heads),
                 qk_norm=bool(values.get("qk_norm", values.get("model_type") == "qwen3")),
                 tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+                architecture="gpt2" if gpt2 else "llama",
+                learned_positions=int(values["max_position_embeddings"]) if gpt2 else 0,
             )
         except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-            raise ConfigError(f"config.json gives no shape of a llama, qwen3 or tinylm model ({error!r}).") from error
+            raise ConfigError(f"config.json gives no shape of a llama, qwen3 or gpt2 model ({error!r}).") from error
 
     @property
     def parts(self) -> dict[str, int]:
         """Parameters by part; a tied output projection has none of its own."""
-        width, layers = self.hidden_size, self.num_hidden_layers
+        width, layers, inner = self.hidden_size, self.num_hidden_layers, self.intermediate_size
+        if self.architecture == "gpt2":
+            return {
+                "embedding": self.vocab_size * width,
+                "positions": self.learned_positions * width,
+                "attention": layers * 4 * width * width,
+                "feed_forward": layers * 2 * width * inner,
+                "norms": (2 * layers + 1) * 2 * width,
+                "biases": layers * (5 * width + inner),
+                "output_projection": 0 if self.tie_word_embeddings else self.vocab_size * width,
+            }
         return {
             "embedding": self.vocab_size * width,
             "attention": layers * width * self.head_dim * 2 * (self.num_attention_heads + self.num_key_value_heads),
-            "feed_forward": layers * 3 * width * self.intermediate_size,
+            "feed_forward": layers * 3 * width * inner,
             "norms": (2 * layers + 1) * width,
             "qk_norms": layers * 2 * self.head_dim if self.qk_norm else 0,
             "output_projection": 0 if self.tie_word_embeddings else self.vocab_size * width,
@@ -80,8 +98,8 @@ class ModelShape:
 
     @property
     def undecayed_parameters(self) -> int:
-        """Norm gains: two per layer and a final one, and two per layer of head size with QK-norm."""
-        return self.parts["norms"] + self.parts["qk_norms"]
+        """Norm gains: two per layer and a final one, and two per layer of head size with QK-norm; GPT-2's biases."""
+        return sum(self.parts.get(part, 0) for part in ("norms", "qk_norms", "biases"))
 
     @property
     def decayed_parameters(self) -> int:
@@ -130,6 +148,23 @@ class ModelShape:
     def gguf_f16_bytes(self) -> int:
         """About 2 bytes per parameter."""
         return 2 * self.parameters
+
+
+# How a stock GPT-2 config.json spells what all others call by Llama's names.
+_GPT2_WORDS = {
+    **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    **{"intermediate_size": "n_inner", "max_position_embeddings": "n_positions"},
+}
+
+
+def in_llama_words(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a config.json under the names that `llama` has; only a stock `gpt2` one has others."""
+    if values.get("model_type") != "gpt2":
+        return dict(values)
+    found = {**values, **{name: values.get(word) for name, word in _GPT2_WORDS.items()}}
+    if found["intermediate_size"] is None and isinstance(found["hidden_size"], int):
+        found["intermediate_size"] = 4 * found["hidden_size"]
+    return {**found, "tie_word_embeddings": values.get("tie_word_embeddings", True)}
 
 
 def export_bytes(shape: ModelShape, kinds: Sequence[GGUFType]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..files import read_json
 from ..gguf_plan import GGUF_TYPES, file_bytes
-from ..sections import RunConfig
+from ..sections import RunConfig, TrainingSection
 from .compilation import compiling_pays
 from .disk import checkpoints_kept, id_bytes
 from .memory import MemorySettings, peak_memory
@@ -223,7 +223,7 @@ def _memory(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, as
             settings = MemorySettings(
                 tokens=training.per_device_train_batch_size * length,
                 sequence_length=length,
-                bf16=training.fp16 or _bf16(training.bf16, place == "cpu"),
+                bf16=_half(training, place == "cpu"),
                 checkpointing=checkpointing,
                 eager_attention=config.model.attn_implementation == "eager",
                 document_attention=config.data.document_attention,
@@ -252,10 +252,12 @@ def _memory(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, as
     }
 
 
-def _bf16(asked: bool | str, on_cpu: bool) -> bool:
-    """Whether products are bfloat16; `auto` as training decides it, without loading torch."""
-    if asked != "auto":
-        return bool(asked)
+def _half(training: TrainingSection, on_cpu: bool) -> bool:
+    """Whether products are of 16 bits; `auto` as training decides it, without loading torch."""
+    if training.precision != "auto":
+        return training.precision != "fp32"
+    if training.fp16 or training.bf16 != "auto":
+        return training.fp16 or bool(training.bf16)
     cpuinfo = Path("/proc/cpuinfo")
     return not on_cpu or (cpuinfo.is_file() and "avx512_bf16" in cpuinfo.read_text(errors="replace"))
 

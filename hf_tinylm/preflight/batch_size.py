@@ -148,18 +148,17 @@ def find_batch(
 
 def _too_large(config: RunConfig, rows: int) -> str | None:
     """On a CPU, why a size is not tried: the system would take memory from other programs before it said no."""
-    from ..training.arguments import accelerator_present, multiplies_bf16
+    from ..training.arguments import accelerator_present, precision_of
 
     if not config.training.use_cpu and accelerator_present():
         return None
     import psutil
 
     shape = ModelShape.from_config(config.model, _vocab_size(config))
-    bf16 = config.training.bf16
     settings = MemorySettings(
         tokens=rows * config.data.sequence_length,
         sequence_length=config.data.sequence_length,
-        bf16=multiplies_bf16(True) if bf16 == "auto" else bool(bf16),
+        bf16=precision_of(config.training, use_cpu=True)[0] != "fp32",
         checkpointing=config.training.gradient_checkpointing,
         eager_attention=config.model.attn_implementation == "eager",
         document_attention=config.data.document_attention,

@@ -19,7 +19,7 @@ def report_json(checks: Sequence[Check]) -> dict[str, Any]:
     }
 
 
-def report_lines(checks: Sequence[Check]) -> list[str]:
+def report_lines(checks: Sequence[Check], title: str = "preflight") -> list[str]:
     """A table, under each failure what it usually means, and the details of what passed."""
     width = max(len(check.name) for check in checks)
     lines = []
@@ -31,18 +31,18 @@ def report_lines(checks: Sequence[Check]) -> list[str]:
     for check in checks:
         if check.detail:
             lines += ["", f"{check.name}:", *(f"  {line}" for line in check.detail)]
-    return [*lines, "", summary(checks)]
+    return [*lines, "", summary(checks, title)]
 
 
-def summary(checks: Sequence[Check]) -> str:
+def summary(checks: Sequence[Check], title: str = "preflight") -> str:
     """One line: how many passed, and which did not."""
     failed = [check.name for check in checks if check.ok is False]
     skipped = sum(check.ok is None for check in checks)
     seconds = sum(check.seconds for check in checks)
     if not failed:
-        return f"preflight: all {len(checks)} checks passed in {seconds:.1f} s"
+        return f"{title}: all {len(checks)} checks passed in {seconds:.1f} s"
     rest = f"; {skipped} were not run" if skipped else ""
-    return f"preflight: {len(failed)} of {len(checks)} checks failed: {', '.join(failed)}{rest}"
+    return f"{title}: {len(failed)} of {len(checks)} checks failed: {', '.join(failed)}{rest}"
 
 
 def plot(values: Sequence[float], title: str, width: int = 60, height: int = 8) -> tuple[str, ...]:

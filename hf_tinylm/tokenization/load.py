@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import TokenizerError
 from ..files import atomic_folder, read_json, sha256_of_json, write_json
+from .gpt2_files import find_gpt2_files, read_gpt2_files
 from .special import END_OF_TEXT, byte_of_character
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def parse_backend(text: str, name: str) -> BackendTokenizer:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in a local folder, or of a model on the Hub.
+    """The tokenizer in a local folder, which may hold GPT-2's two files alone, or of a model on the Hub.
 
     Raises:
         TokenizerError: there is none, or it is not one of the `tokenizers` library.
@@ -70,6 +71,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 
     folder = Path(path)
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+        files = find_gpt2_files(folder)
+        if files is not None:
+            return read_gpt2_files(*files)
         raise TokenizerError(f"{folder} holds no tokenizer.json. Train a tokenizer: hf-tinylm tokenizer train.")
     if not folder.is_dir() and (folder.is_absolute() or len(folder.parts) > 2 or str(path).startswith(".")):
         raise TokenizerError(f"the tokenizer folder {folder} does not exist. Train one: hf-tinylm tokenizer train.")

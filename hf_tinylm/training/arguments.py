@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -16,7 +17,8 @@ from transformers import TrainingArguments
 
 from ..errors import ConfigError
 from ..planning import UpdatePlan, plan_updates
-from ..sections import DecayShape, LRSchedule, Optim, RunConfig
+from ..sections import DecayShape, LRSchedule, Optim, RunConfig, TrainingSection
+from .device import Precision, choose_precision, device_facts
 
 HONOURED = frozenset(
     """
@@ -207,12 +209,13 @@ def accelerator_present() -> bool:
     return torch.accelerator.is_available() or "PJRT_DEVICE" in os.environ
 
 
-def multiplies_bf16(use_cpu: bool) -> bool:
-    """Whether the device multiplies bfloat16 matrices faster than float32 ones."""
-    if accelerator_present() and not use_cpu:
-        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    flags = torch.backends.cpu.get_cpu_capability()
-    return "AVX512" in flags and bool(torch.cpu._is_avx512_bf16_supported())
+def precision_of(training: TrainingSection, use_cpu: bool) -> tuple[Precision, str]:
+    """The precision of a run's matrix products on this process's device, and why."""
+    if training.precision != "auto":
+        return training.precision, "as asked"
+    if training.fp16 or training.bf16 != "auto":
+        return "fp16" if training.fp16 else "bf16" if training.bf16 else "fp32", "as asked"
+    return choose_precision(device_facts(use_cpu))
 
 
 def cpu_threads(asked: int | None) -> int:
@@ -237,18 +240,21 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
     use_cpu = training.use_cpu or not accelerator_present()
     if use_cpu:
         torch.set_num_threads(cpu_threads(training.cpu_threads))
-    if training.fp16 and use_cpu:
+    precision, why = precision_of(training, use_cpu)
+    if precision == "fp16" and use_cpu:
         raise ConfigError("fp16 needs a GPU; this run is on a CPU. Leave it out, or use bf16.")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"precision {precision}: {why}", file=sys.stderr, flush=True)
     if config.model.attn_implementation == "flex_attention" and use_cpu:
         raise ConfigError("attn_implementation=flex_attention trains on a GPU only; this run is on a CPU. Use sdpa.")
-    bf16 = multiplies_bf16(use_cpu) and not training.fp16 if training.bf16 == "auto" else training.bf16
     values: dict[str, Any] = {
         "output_dir": training.output_dir,
         "train_tokens": training.train_tokens,
         "global_batch_tokens": training.global_batch_tokens,
         "per_device_train_batch_size": training.per_device_train_batch_size,
         "per_device_eval_batch_size": training.per_device_eval_batch_size or training.per_device_train_batch_size,
-        "bf16": bf16,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
         "torch_compile": training.torch_compile,
         "use_cpu": use_cpu,
         "logging_steps": training.logging_steps,
@@ -275,7 +281,7 @@ _SAME_NAME = (
     *("optim", "learning_rate", "embedding_lr_ratio", "head_lr_ratio", "gain_lr_ratio", "muon_momentum"),
     *("muon_momentum_warmup_steps", "muon_ns_steps", "lr_schedule", "decay_fraction", "decay_shape", "min_lr_ratio"),
     *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("price_per_hour", "note", "expect", "fp16", "epochs", "source_loss", "stage_dir", "mirror_dir"),
+    *("price_per_hour", "note", "expect", "epochs", "source_loss", "stage_dir", "mirror_dir"),
     *("noise_scale", "peak_flops"),
 )
 

@@ -51,6 +51,11 @@ def _cost(trainer: LMTrainer) -> dict[str, str]:
     }
 
 
+def files_sha256(final: Path) -> dict[str, str]:
+    """SHA-256 of each file of a final folder but its card, which evaluations add to."""
+    return {path.name: sha256_of_file(path) for path in sorted(final.iterdir()) if path.name != "README.md"}
+
+
 def write_done(trainer: LMTrainer, final: Path) -> dict[str, Any]:
     """Write `DONE.json`, the last file of a run: what was trained, and hashes of its weights and last checkpoint."""
     manifest = checkpoint_folder(trainer.output_dir, trainer.state.global_step) / MANIFEST
@@ -58,6 +63,7 @@ def write_done(trainer: LMTrainer, final: Path) -> dict[str, Any]:
         "updates": trainer.state.global_step,
         "supervised_tokens": trainer.supervised_tokens,
         "final_weights_sha256": {path.name: sha256_of_file(path) for path in sorted(final.glob("*.safetensors"))},
+        "final_files_sha256": files_sha256(final),
         "last_evaluation": last_evaluation(trainer),
         "last_checkpoint": manifest.parent.name,
         "last_checkpoint_manifest_sha256": sha256_of_file(manifest),

@@ -60,7 +60,7 @@ def initialise_from(
     state = model.state_dict()
     with torch.no_grad():
         for name, tensor in source.state_dict().items():
-            rows = tokens if name in ("model.embed_tokens.weight", "lm_head.weight") else len(tensor)
+            rows = tokens if name in model.vocabulary_weights else len(tensor)
             state[name][:rows].copy_(tensor[:rows])
     if with_optimizer:
         fault = checkpoint_fault(folder)

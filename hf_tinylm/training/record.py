@@ -17,7 +17,9 @@ from ..planning.disk import checkpoints_kept
 from ..planning.optimizer import checkpoint_bytes
 from .checkpoint import Snapshot, list_checkpoints, read_checkpoint, select_checkpoint, set_aside_newer
 from .clocks import Clocks
+from .device import device_name
 from .folder import RunLock, check_disk, is_start_that_was_killed, leftovers, remove_leftovers, size_of
+from .inputs import input_facts
 from .lineage import check_branch, initialise_from, lineage
 from .metrics import EVENTS, METRICS, Events, JsonLines
 from .mirror import Mirror
@@ -41,7 +43,7 @@ ADDED_ARGUMENTS = (
 # Execution whose change alters the order of floating-point sums.
 CHANGES_BITS = (
     *("processes", "device", "cpu_threads", "per_device_train_batch_size", "torch_compile", "torch"),
-    *("attn_implementation", "tf32"),
+    *("attn_implementation", "tf32", "device_name"),
 )
 
 
@@ -171,8 +173,10 @@ class RunRecord:
         execution = {
             "processes": trainer.accelerator.num_processes,
             "device": device,
+            "device_name": device_name(args.device),
             "cpu_threads": torch.get_num_threads() if device == "cpu" else None,
             "per_device_train_batch_size": plan.per_device_train_batch_size,
+            "per_device_eval_batch_size": args.per_device_eval_batch_size,
             "torch_compile": args.torch_compile,
             "torch": torch.__version__,
             "attn_implementation": trainer.model.config._attn_implementation,
@@ -180,6 +184,9 @@ class RunRecord:
         }
         facts: dict[str, Any] = {"note": args.note, "expect": args.expect}
         facts["expected_tokens_per_second"] = trainer.expected_tokens_per_second
+        if self.main and not known:
+            sets = (trainer.train_dataset, trainer.eval_dataset)
+            facts["inputs"] = input_facts(*sets, plan, args.eval_tokens, trainer.processing_class)
         return new_contract(identity, execution, trainer.run_config, facts)
 
     def _lineage(self, known: bool, key: str, start: str | None, with_optimizer: bool) -> dict[str, Any] | None:
@@ -264,6 +271,7 @@ class RunRecord:
             "ended": trainer.control.should_training_stop,
             "processes": trainer.accelerator.num_processes,
             "identity_sha256": self.identity_sha256,
+            "seed": trainer.args.seed,
         }
         return Snapshot(
             step,

@@ -193,7 +193,7 @@ class LMTrainer(Trainer):
         return metrics
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model as a stock `llama` or `qwen3` folder with its tokenizer, atomically, on the main process."""
+        """Write the model as a stock folder with its tokenizer, atomically, on the main process."""
         folder = Path(output_dir or self.output_dir / "final")
         if self.is_world_process_zero():
             save_stock_model(self.model, folder, self.processing_class)

@@ -41,7 +41,7 @@ def validate(
     Raises:
         TrainingError: there are no targets, or the loss is not finite.
     """
-    windows = min(len(dataset), max(1, eval_tokens // int(dataset.sequence_length)))
+    windows = validation_windows(dataset, eval_tokens)
     own = np.array_split(np.arange(windows), accelerator.num_processes)[accelerator.process_index]
     names = getattr(dataset, "source_names", [])
     # nats, targets, bytes, processes that stopped; then nats and targets of each source: float64 on the host
@@ -77,6 +77,11 @@ def validate(
     if names:
         found["loss_by_source"] = by_source(names, sums[4:].reshape(2, -1))
     return found
+
+
+def validation_windows(dataset: Any, eval_tokens: int) -> int:
+    """How many windows hold `eval_tokens` targets: whole ones, at least one, at most all."""
+    return min(len(dataset), max(1, eval_tokens // int(dataset.sequence_length)))
 
 
 def evaluation_row(metrics: dict[str, float]) -> dict[str, Any]:

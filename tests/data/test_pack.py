@@ -18,7 +18,7 @@ def test_a_pack_gives_windows_of_its_own_tokenizer(tiny_config: Path) -> None:
     assert pack.train.sequence_length == pack.validation.sequence_length == 32
     text = pack.tokenizer.decode(pack.validation.gather([0])[0])
     assert text.replace("<|endoftext|>", "").strip() in (tiny_config.parent / "prose.txt").read_text(encoding="utf-8")
-    assert set(pack.identity) == {"tokenizer_sha256", "manifest_sha256"}
+    assert set(pack.identity) == {"tokenizer_sha256", "manifest_sha256", "shards_sha256", "documents"}
 
 
 def test_document_attention_gives_positions_and_is_off_unless_asked_for(tiny_config: Path) -> None:

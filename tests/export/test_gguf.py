@@ -400,7 +400,7 @@ def test_a_tokenizer_that_llama_cpp_would_read_differently_is_refused(
 
 
 CONFIG_FAULTS = [
-    ("another architecture", "config.json", {"model_type": "gpt2"}, "gpt2"),
+    ("another architecture", "config.json", {"model_type": "opt"}, "opt"),
     ("no heads", "config.json", {"num_attention_heads": 0}, "num_attention_heads 0"),
     ("heads that do not divide", "config.json", {"num_key_value_heads": 3}, "8 query heads"),
     ("a number as text", "config.json", {"hidden_size": "64"}, "hidden_size '64'"),

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_tinylm.errors import ConfigError, TokenizerError
 from hf_tinylm.tokenization.load import (
+    load_backend,
     load_tokenizer,
     save_tokenizer,
     token_byte_lengths,
@@ -131,3 +132,34 @@ def test_bytes_of_tokens_that_are_not_bytes_are_refused() -> None:
 def test_different_texts_make_different_hashes() -> None:
     first, second = (train_tokenizer([text] * 9, 262)[0] for text in ("abc abd", "xyz xyw"))
     assert tokenizer_sha256(first) != tokenizer_sha256(second)
+
+
+@pytest.mark.parametrize("names", [("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")])
+def test_the_two_files_of_gpt2_are_a_tokenizer(names: tuple[str, str], tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    text = "It's 1984 and they'll say  I'm wrong;\n\n\tnaïve café, 안녕하세요 🙂 "
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trained.train_from_iterator([text] * 9, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    trained.model.save(str(tmp_path))
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps({**vocabulary, "<|endoftext|>": len(vocabulary)}))
+    for old, new in zip(("vocab.json", "merges.txt"), names, strict=True):
+        (tmp_path / old).rename(tmp_path / new)
+    loaded = load_tokenizer(tmp_path)
+    assert (len(loaded), loaded.eos_token_id) == (len(vocabulary) + 1, len(vocabulary))
+    for each in (text, "<|endoftext|", " ", "1234 don't\r\n", "\x00é"):
+        ids = loaded(each, add_special_tokens=False)["input_ids"]
+        assert ids == trained.encode(each).ids
+        assert loaded.decode(ids) == each
+    assert len(trained.encode(text).ids) < len(text.encode())  # merges take part
+    save_tokenizer(loaded, tmp_path / "saved")
+    assert tokenizer_sha256(load_tokenizer(tmp_path / "saved")) == tokenizer_sha256(loaded)
+    assert load_backend(tmp_path).get_vocab() == loaded.get_vocab()
+    merges = tmp_path / names[1]
+    merges.write_text(merges.read_text() + "xx yy\n")
+    with pytest.raises(TokenizerError, match="'xx yy', which makes no token"):
+        load_tokenizer(tmp_path)

@@ -98,7 +98,7 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
         "noise_scale": "false", "peak_flops": 1e12,
     }  # fmt: skip
     # for torch itself, for a GPU (both tested below), and read by the recipes and by the pages
-    not_arguments = {"cpu_threads", "fp16", "preflight", "sample_steps", "sensor_seconds", "price_per_kwh"}
+    not_arguments = {"cpu_threads", "fp16", "precision", "preflight", "sample_steps", "sensor_seconds", "price_per_kwh"}
     assert set(other) | not_arguments == {field.name for field in dataclasses.fields(TrainingSection)}
     base = ["--cpu_threads", "1", "--bf16", "false"]
     plain = training_arguments(load_config(None, [*base, "--output_dir", str(tmp_path)]))
