@@ -150,7 +150,8 @@ class NoiseMeter:
             after, ratio = self._direction()
             found["update_cosine"] = float(torch.nn.functional.cosine_similarity(self._before, after, dim=0))
             found["adam_signal"] = ratio
-            found["adam_signal_of_noise"] = adam_signal_of_noise(*self.adam[0]["betas"], step)
+            beta1, beta2 = self.adam[0]["betas"]
+            found["adam_signal_of_noise"] = adam_signal_of_noise(beta1, beta2, step)
             self._before = None
         return found
 
