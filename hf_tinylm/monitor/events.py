@@ -32,6 +32,7 @@ EVENT_FIELDS: dict[str, dict[str, str]] = {
     },
     "interrupted": {"reason": "text", "wall_seconds": "number"},
     "finished": {"supervised_tokens": "integer", "wall_seconds": "number"},
+    "verified": {"ok": "truth value", "checks": "object", "failures": "object", "shards": "text"},
 }
 
 

@@ -301,7 +301,8 @@ def verify_run(run: MovedRun) -> list[Check]:
         checks = run_rules(RULES, run)
         found = {check.name: check.ok if check.ok is None else bool(check.ok) for check in checks}
         checkpoint = run.checkpoints[-1] if run.step is None else run.folder / f"checkpoint-{run.step:08d}"
-        Events(run.folder / EVENTS).add(
+        events = Events(run.folder / EVENTS)
+        events.add(
             "verified",
             step_of(checkpoint),
             ok=_passed(checks),

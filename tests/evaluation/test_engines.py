@@ -107,6 +107,8 @@ def test_a_text_begins_after_what_the_tokenizer_says(byte_tokenizer: PreTrainedT
 
 
 def test_a_gguf_file_without_llama_cpp_python_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.gguf"
+    path.touch()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"llama-cpp-python.*hf-tinylm\[quantize\]"):
-        LlamaCppEngine(tmp_path / "x.gguf")
+        LlamaCppEngine(path)
