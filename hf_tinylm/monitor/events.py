@@ -17,7 +17,10 @@ _THROWN_AWAY = {
 # Every kind of event and the type of each of its fields, beside `time` (seconds since 1970), `event` and `step`.
 # Not every event has all of them. docs/monitoring.md has the same table.
 EVENT_FIELDS: dict[str, dict[str, str]] = {
-    "started": {"updates": "integer", "train_tokens": "integer", "dropped_ids": "integer or null", **_THROWN_AWAY},
+    "started": {
+        **{"updates": "integer", "train_tokens": "integer", "dropped_ids": "integer or null"},
+        **{"branch_from": "text or null", **_THROWN_AWAY},
+    },
     "resumed": {"checkpoint": "text", "changed": "list of text", **_THROWN_AWAY},
     "saved": {
         **{"checkpoint": "text", "bytes": "integer", "bytes_per_parameter": "number", "stall_seconds": "number"},
