@@ -18,10 +18,8 @@ from .run import Run
 from .sensors import Sensors
 
 _KEPT = 20_000  # updates that a live diagnosis looks back over
-_FIRST, _SHARE = (
-    10,
-    50,
-)  # updates between two looks: ten, later a fiftieth of those done, so that their cost stays small
+# Updates between two looks: ten, later a fiftieth of those done, so that their cost stays small.
+_FIRST, _SHARE = 10, 50
 
 
 @contextlib.contextmanager
