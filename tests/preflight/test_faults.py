@@ -99,7 +99,7 @@ def missing_division(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
 
 
 def doubled_loss(patch: pytest.MonkeyPatch, *_: Path) -> list[str]:
-    wrap(patch, Update, "_targets_of_all", lambda own, self, batches: own(self, batches) // 2)
+    wrap(patch, Update, "_targets_of_all", lambda own, self, *rest: own(self, *rest) // 2)
     return []
 
 
