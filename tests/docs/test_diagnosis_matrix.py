@@ -21,7 +21,7 @@ FAULTS: list[tuple[str, str, set[str]]] = [
     ("missing_division", f"{SHORT} --per_device_train_batch_size 4", {"training_loss_a_multiple", "clipping_always"}),
     ("five_bad_batches", "", {"spike_that_recovered", "norm_spikes"}),
     ("weights_damaged", "", {"spike_that_stayed"}),
-    ("rate_far_too_high", "", {"divergence"}),
+    ("rate_far_too_high", "--learning_rate 4e-3", {"divergence"}),
     ("rate_too_low", "--learning_rate 2e-4", {"rate_too_low"}),
     ("rate_never_lowered", "--learning_rate 0.4", {"plateau_without_decay"}),
     ("too_short", "", {"still_falling"}),
