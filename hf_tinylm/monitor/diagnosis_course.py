@@ -11,7 +11,7 @@ _LAST_QUARTER = 0.1  # of the whole drop, which a run that is long enough makes 
 _FLAT = 0.02  # of the whole drop over half of the run
 _NOISE = 9.5  # times the batch: less than a tenth of each update is signal then
 _RECENT = 200  # updates
-_CLIPPED = 0.8
+_CLIPPED, _MUCH_CLIPPED = 0.8, 1.25  # a limit that most norms just exceed does little
 
 
 def _levels(history: History) -> list[float]:
@@ -87,12 +87,12 @@ def batch_below_noise_scale(history: History) -> str | None:
 
 
 def clipping_always(history: History) -> str | None:
-    """At least 80% of the last 200 updates after the warmup were clipped."""
+    """At least 80% of the last 200 updates after the warmup were clipped, and not just so."""
     limit, norms = history.max_grad_norm, history["grad_norm"][history.warmup :][-_RECENT:]
     if not limit or len(norms) < 30:
         return None
     share = float((norms > limit).mean())
-    if share < _CLIPPED:
-        return None
     median = float(np.median(norms))
+    if share < _CLIPPED or median < _MUCH_CLIPPED * limit:
+        return None
     return f"{share:.0%} of the last {len(norms)} updates had a norm above {limit:g}; their median is {median:.2f}"

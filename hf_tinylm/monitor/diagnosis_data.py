@@ -15,7 +15,9 @@ _RISE = 0.1  # nats
 
 
 def training_and_validation_part(history: History) -> str | None:
-    """Validation stands above training, by more than it did before."""
+    """Validation stands above training, by more than it did before, and is of the kind that is trained on."""
+    if history.conversations:
+        return None
     gaps = []
     for step, scored in zip(column(history.evaluations, "step"), column(history.evaluations, "eval_loss"), strict=True):
         near = (history["step"] <= step) & (history["step"] > step - 20)

@@ -143,7 +143,7 @@ def training_loss_a_multiple(history: History) -> str | None:
     """The training loss before a validation is more than half above it."""
     scored = column(history.evaluations, "eval_loss")
     steps = column(history.evaluations, "step")
-    if not len(scored) or len(history) < 20:
+    if history.conversations or not len(scored) or len(history) < 20:
         return None
     near = (history["step"] <= steps[-1]) & (history["step"] > steps[-1] - 20)
     if not near.any():

@@ -29,6 +29,7 @@ class History:
         batch_tokens: targets of an update.
         epoch_tokens: targets of one pass over the data.
         branched: the run began with weights of another one.
+        conversations: it is a chat stage, whose test conversations are of another kind than those trained on.
         finished: DONE.json is there.
     """
 
@@ -42,6 +43,7 @@ class History:
     batch_tokens: float | None = None
     epoch_tokens: float | None = None
     branched: bool = False
+    conversations: bool = False
     finished: bool = False
     _empty: np.ndarray = field(default_factory=lambda: np.empty(0), repr=False)
 
@@ -85,6 +87,7 @@ def history_of(run: Run) -> History:
         batch_tokens=number(training, "global_batch_tokens"),
         epoch_tokens=None if windows is None or length is None else windows * length,
         branched=isinstance(training, dict) and training.get("init_from") is not None,
+        conversations=bool(run.fact("identity", "data", "conversations_sha256")),
         finished=run.finished,
     )
 

@@ -141,6 +141,12 @@ FAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"gradient_noise": np.full(400, 12_000.0), "gradient_signal": np.random.default_rng(6).normal(1, 20, 400)},
     ),
     ("clipping_always", {"grad_norm": norms() * 3}, {"grad_norm": norms() * 3, "max_grad_norm": 0.0}),
+    ("clipping_always", {"grad_norm": norms() * 3}, {"grad_norm": np.full(COUNT, 1.12)}),
+    (
+        "training_and_validation_part",
+        {"evaluations": evaluated(lambda s: max(0, s - 200) / 200)},
+        {"evaluations": evaluated(lambda s: max(0, s - 200) / 200), "conversations": True},
+    ),
     (
         "training_and_validation_part",
         {"evaluations": evaluated(lambda s: max(0, s - 200) / 200)},
@@ -231,13 +237,13 @@ def test_the_facts_of_a_run_reach_its_history(write_run: Callable[..., Path]) ->
     folder = write_run()
     contract = json.loads((folder / "run.json").read_text())
     contract["identity"]["model"]["vocab_size"] = 512
-    contract["identity"]["data"]["windows_per_epoch"] = 7
+    contract["identity"]["data"] |= {"windows_per_epoch": 7, "conversations_sha256": "ab"}
     contract["identity"]["training"] |= {"warmup_steps": 3, "init_from": {"x": 1}}
     (folder / "run.json").write_text(json.dumps(contract))
     found = history_of(Run(folder))
     assert (found.vocab_size, found.updates, found.warmup, found.max_grad_norm) == (512, 40, 3, 1.0)
     assert (found.batch_tokens, found.epoch_tokens, found.branched, found.finished) == (100, 70, True, False)
-    assert (len(found), found.done_share) == (10, 0.25)
+    assert (len(found), found.done_share, found.conversations) == (10, 0.25, True)
     assert math.isnan(found["mfu"][0])
 
 
