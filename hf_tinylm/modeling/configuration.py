@@ -127,37 +127,28 @@ def model_configuration(model: ModelSection, vocab_size: int, sequence_length: i
     """The configuration of a new model for a tokenizer of `vocab_size` tokens, trained on `sequence_length`."""
     shape = ModelShape.from_config(model, vocab_size)
     std = width_aware_std(model.hidden_size) if model.initializer_range == "auto" else model.initializer_range
+    shared: dict[str, Any] = {
+        "vocab_size": shape.vocab_size,
+        "unpadded_vocab_size": vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "initializer_range": std,
+        "attention_dropout": model.attention_dropout,
+        **token_ids,
+    }
     if model.architecture == "gpt2":
         return TinyGPT2Config(
-            vocab_size=shape.vocab_size,
-            unpadded_vocab_size=vocab_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=shape.num_hidden_layers,
-            num_attention_heads=shape.num_attention_heads,
-            num_key_value_heads=shape.num_attention_heads,
-            tie_word_embeddings=shape.tie_word_embeddings,
-            max_position_embeddings=shape.learned_positions,
-            layer_norm_epsilon=model.layer_norm_epsilon,
-            initializer_range=std,
-            attention_dropout=model.attention_dropout,
-            **token_ids,
+            max_position_embeddings=shape.learned_positions, layer_norm_epsilon=model.layer_norm_epsilon, **shared
         )
     return TinyLMConfig(
-        vocab_size=shape.vocab_size,
-        unpadded_vocab_size=vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
         qk_norm=shape.qk_norm,
-        tie_word_embeddings=shape.tie_word_embeddings,
         max_position_embeddings=model.max_position_embeddings or sequence_length,
         rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
         rms_norm_eps=model.rms_norm_eps,
-        initializer_range=std,
-        attention_dropout=model.attention_dropout,
-        **token_ids,
+        **shared,
     )

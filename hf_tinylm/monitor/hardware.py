@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .events import duration, size
-from .follow import Follower, number
+from .follow import number
 
 HARDWARE = "hardware.jsonl"
 INTERVALS = 3  # without a sample: the last one is stale, and no energy is counted in between
 _DEFAULT_SECONDS = 30.0
-
-
-def read_hardware(folder: Path) -> list[dict[str, Any]]:
-    """Every whole row of hardware.jsonl; none when there is no such file."""
-    follower = Follower(folder / HARDWARE)
-    rows, _ = follower.poll()
-    follower.close()
-    return [row for row in rows if number(row, "time") is not None]
 
 
 def energy(rows: Sequence[dict[str, Any]]) -> tuple[float | None, float]:

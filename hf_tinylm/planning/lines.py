@@ -22,9 +22,10 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
 def _model_lines(plan: dict[str, Any]) -> list[str]:
     parts = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in plan["parameters_by_part"].items() if n)
     decayed, undecayed = plan["decayed_parameters"], plan["undecayed_parameters"]
+    biases = " and biases" if plan["parameters_by_part"].get("biases") else ""
     lines = [
         f"model         {plan['parameters']:,} parameters: {parts}",
-        f"              {decayed:,} decayed, {undecayed:,} not (norm gains); a tied embedding is counted once",
+        f"              {decayed:,} decayed, {undecayed:,} not (norm gains{biases}); a tied embedding is counted once",
         f"              loss of even chances ln {plan['vocab_size']:,} = {plan['uniform_loss']:.4f} nats",
     ]
     if plan["loss"] is not None:

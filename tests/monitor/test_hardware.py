@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from hf_tinylm.cli import main
-from hf_tinylm.monitor.hardware import energy, hardware_lines, hardware_state, read_hardware
+from hf_tinylm.monitor.hardware import energy, hardware_lines, hardware_state
+from hf_tinylm.monitor.run import Run
 from hf_tinylm.monitor.sensors import GPUs, Sensors
 
 HOUR = 3_600.0
@@ -65,7 +66,8 @@ def test_a_trace_of_two_days_gives_the_energy_and_the_money_of_the_published_run
     night = 1e9 + 24.6 * HOUR + 9 * HOUR
     rows = [*trace(1e9, 24.6, 217.5, first=True), *trace(night, 24.6, 217.5)]
     (tmp_path / "hardware.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"time": 2e9, "gp')
-    read = read_hardware(tmp_path)
+    (tmp_path / "events.jsonl").touch()
+    read = Run(tmp_path).hardware
     assert len(read) == 2 * 2_953
     kwh, hours = energy(read)
     assert kwh == pytest.approx(10.70, abs=0.005)
@@ -143,10 +145,11 @@ def test_the_thread_writes_rows_with_a_time_until_it_is_stopped(tmp_path: Path) 
     sensors = Sensors(tmp_path, 0.01, ["GPU-1"], FakeNVML("nvmlDeviceGetTemperature"))
     sensors.start()
     deadline = time.monotonic() + 10
-    while len(read_hardware(tmp_path)) < 3 and time.monotonic() < deadline:
+    (tmp_path / "events.jsonl").touch()
+    while len(Run(tmp_path).hardware) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     sensors.stop()
-    rows = read_hardware(tmp_path)
+    rows = Run(tmp_path).hardware
     assert len(rows) >= 3
     assert [row.get("first") for row in rows[:2]] == [True, None]
     assert abs(rows[0]["time"] - time.time()) < 60
