@@ -42,6 +42,14 @@ def compilable_chunk_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.
     return losses
 
 
+def chunk_loss_of_any(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """`chunk_loss` of rows of which some have no target: their loss and their gradient are zero."""
+    without = targets == IGNORE_INDEX
+    losses = compilable_chunk_loss(logits, targets.masked_fill(without, 0))
+    logits.masked_fill_(without[:, None], 0.0)
+    return losses.masked_fill(without, 0.0)
+
+
 @torch.compiler.disable(recursive=False)
 def projected_loss(
     hidden: torch.Tensor,
@@ -52,7 +60,8 @@ def projected_loss(
 ) -> torch.Tensor:
     """Sum of cross-entropies in nats of `hidden @ weight.T` over the supervised targets.
 
-    Equal to `loss.summed_loss` of those logits, without ever holding them. Only supervised rows are computed.
+    Equal to `loss.summed_loss` of those logits, without ever holding them. Only supervised rows are computed, except on
+    XLA devices, where each number of them would be compiled anew.
 
     Args:
         hidden: (B, T, D).
@@ -65,12 +74,24 @@ def projected_loss(
         A scalar: float32, or float64 for float64 weights.
     """
     rows, targets = hidden.flatten(0, -2), shift_labels.flatten().to(hidden.device)
+    if hidden.device.type == "xla":
+        return loss_of_all_rows(rows, weight, targets, of_targets)
     supervised = targets != IGNORE_INDEX
     if not bool(supervised.all()):
         rows, targets = rows[supervised], targets[supervised]
     found: tuple[torch.Tensor, torch.Tensor] = _ProjectedLoss.apply(rows, weight, targets, loss_of_chunk)
     if of_targets is not None:
         of_targets.view(-1)[supervised] = found[1].to(of_targets.dtype)
+    return found[0]
+
+
+def loss_of_all_rows(
+    rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, of_targets: torch.Tensor | None
+) -> torch.Tensor:
+    """`projected_loss` of rows (N, D), targets (N,), in shapes that do not depend on values, and without reading any."""
+    found: tuple[torch.Tensor, torch.Tensor] = _ProjectedLoss.apply(rows, weight, targets, chunk_loss_of_any)
+    if of_targets is not None:
+        of_targets.view(-1).copy_(found[1])
     return found[0]
 
 

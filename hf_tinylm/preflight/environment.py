@@ -21,10 +21,11 @@ from ..training.clocks import synchronise
 from ..training.interrupt import INTERRUPT, SIGNALS
 from ..training.metrics import METRICS, read_rows
 from ..training.optimizer import optimizer_tensors
+from ..training.processes import gathered
 from ..training.trainer import LMTrainer
 from .checks import Finding, rule
 from .maths import LEARNS
-from .subject import Subject, existing_parent, gathered
+from .subject import Subject, existing_parent
 
 ESTIMATE_ERROR = 0.15  # of the planned peak of memory
 
@@ -110,7 +111,7 @@ def windows(subject: Subject) -> Finding:
     plan = subject.trainer.plan
     number = min(2, plan.updates)
     own, updates = subject.noted(number)
-    found = gathered(subject.trainer, (own.tolist(), [len(update) for update in updates], plan.updates))
+    found = gathered(subject.trainer.accelerator, (own.tolist(), [len(update) for update in updates], plan.updates))
     taken = sorted(k for ks, _, _ in found for k in ks)
     equal = all(one[1:] == found[0][1:] for one in found)
     wanted = number * plan.windows_per_update
@@ -126,7 +127,7 @@ def processes(subject: Subject) -> Finding:
     digest = hashlib.sha256()
     for parameter in subject.trainer.model.parameters():
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    found = gathered(subject.trainer, digest.hexdigest())
+    found = gathered(subject.trainer.accelerator, digest.hexdigest())
     return Finding(
         len(set(found)) == 1, f"{len(set(found))} different sets of weights", f"1, on {len(found)} processes"
     )

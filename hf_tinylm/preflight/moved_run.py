@@ -229,7 +229,8 @@ def validation_loss(run: MovedRun) -> Finding:
         return Finding(False, value, "a checkpoint of an evaluated update (eval_steps, --checkpoint N)")
     execution, training = run.run["execution"], run.identity["training"]
     kind = execution["device"]
-    device = torch.device(kind if kind != "cuda" or torch.cuda.is_available() else "cpu")
+    gone = kind == "xla" or (kind == "cuda" and not torch.cuda.is_available())
+    device = torch.device("cpu" if gone else kind)
     threads = torch.get_num_threads()
     torch.set_num_threads(execution["cpu_threads"] or threads)
     try:

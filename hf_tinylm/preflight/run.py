@@ -26,12 +26,13 @@ from ..sections import RunConfig
 from ..training.arguments import training_arguments
 from ..training.checkpoint import list_checkpoints
 from ..training.folder import is_start_that_was_killed
+from ..training.processes import gathered
 from ..training.random_state import undisturbed_random
 from ..training.trainer import LMTrainer
 from . import data, environment, inputs, maths, model
 from .checks import Check, not_run, run_rules
 from .report import report_lines, summary
-from .subject import Subject, gathered, scratch_folder
+from .subject import Subject, scratch_folder
 
 RUN_RULES = (*data.RULES, *model.RULES, *maths.RULES, *environment.RULES)
 
@@ -76,7 +77,7 @@ def check_before_training(trainer: LMTrainer, pack: Pack, config: RunConfig) -> 
     rules = [rule for rule in RUN_RULES if rule.on_resume or not resumed]
     with undisturbed_random(), _shared_scratch(trainer) as scratch:
         subject = Subject(config, trainer, pack, folder, scratch)
-        checks = run_rules(rules, subject, gather=lambda own: gathered(trainer, own))
+        checks = run_rules(rules, subject, gather=lambda own: gathered(trainer.accelerator, own))
     gc.collect()  # copies of the model, before the run needs the memory
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -118,11 +119,9 @@ def _scratch(output_dir: Path, usable: bool) -> Iterator[Path]:
 @contextlib.contextmanager
 def _shared_scratch(trainer: LMTrainer) -> Iterator[Path]:
     """One folder for all processes, made and removed by the main one."""
-    shared: list[Any] = [None]
+    own = None
     with contextlib.ExitStack() as stack:
         if trainer.is_world_process_zero():
-            shared = [str(stack.enter_context(scratch_folder(trainer.output_dir)))]
-        if trainer.accelerator.num_processes > 1:
-            torch.distributed.broadcast_object_list(shared, src=0)
-        yield Path(shared[0])
+            own = str(stack.enter_context(scratch_folder(trainer.output_dir)))
+        yield Path(gathered(trainer.accelerator, own)[0])
         trainer.accelerator.wait_for_everyone()

@@ -23,6 +23,7 @@ from ..sections import RunConfig
 from ..training.source_loss import SOURCE_IDS
 from ..training.trainer import LMTrainer
 from ..training.update import Update
+from ..training.wrapping import run_precision
 
 PROBE_LENGTH = 64  # tokens of a window in checks that train a copy of the model
 
@@ -92,11 +93,13 @@ class Subject:
 
     def precision(self) -> AbstractContextManager[Any]:
         """Matrix products as the run makes them; float16, which needs a scaler, is left to its own check."""
-        return self.trainer.accelerator.autocast() if self.trainer.args.bf16 else contextlib.nullcontext()
+        bf16 = self.trainer.args.bf16
+        return run_precision(self.trainer.args, self.trainer.accelerator) if bf16 else contextlib.nullcontext()
 
     def exact(self) -> AbstractContextManager[Any]:
         """Float32, except for attention kernels that have none."""
-        return self.trainer.accelerator.autocast() if self.flash else contextlib.nullcontext()
+        rounded = run_precision(self.trainer.args, self.trainer.accelerator)
+        return rounded if self.flash else contextlib.nullcontext()
 
     @property
     def tolerance(self) -> float:
@@ -156,12 +159,3 @@ def scratch_folder(output_dir: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder)
-
-
-def gathered(trainer: LMTrainer, own: Any) -> list[Any]:
-    """What each process passes in, in rank order."""
-    number = trainer.accelerator.num_processes
-    found: list[Any] = [own] * number
-    if number > 1:
-        torch.distributed.all_gather_object(found, own)
-    return found

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..planning import UpdatePlan, plan_updates
 from ..sections import DecayShape, LRSchedule, Optim, RunConfig, TrainingSection
 from .device import Precision, choose_precision, device_facts
+from .xla import uses_xla, xla_kind
 
 HONOURED = frozenset(
     """
@@ -170,6 +171,8 @@ class LMTrainingArguments(TrainingArguments):
             raise ConfigError(
                 f"metric_for_best_model={self.metric_for_best_model!r} is not measured; give {' or '.join(_METRICS)}."
             )
+        if uses_xla():
+            self._check_xla()
         # LMTrainer compiles by itself; Accelerate would do it again, and rename the weights.
         asked = (self.torch_compile, self.torch_compile_backend, self.torch_compile_mode)
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
@@ -183,8 +186,28 @@ class LMTrainingArguments(TrainingArguments):
         optim, self.optim = self.optim, stock
         super().__post_init__()
         self.optim = optim
+        if uses_xla():  # Accelerate is told of no other precision there: see `wrapping.run_precision`
+            self.mixed_precision = os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         asked_for: Any = asked[0] or any(asked)  # "auto" is decided by LMTrainer, which knows the length of the run
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = asked_for, asked[1], asked[2]
+
+    def _check_xla(self) -> None:
+        """Refuse what cannot be done, or not without compiling each update anew, on a device of torch_xla."""
+        if self.use_cpu:
+            raise ConfigError(
+                "use_cpu is set, but torch_xla is installed and Accelerate takes its device. For the CPU set the "
+                "environment variable USE_TORCH_XLA=0; otherwise leave use_cpu out."
+            )
+        for name, asked, why in (
+            ("fp16", self.fp16, "give precision: bf16"),
+            ("torch_compile", self.torch_compile is True, "XLA compiles by itself; leave it out"),
+            ("optim", self.optim == "muon", "its rate would be compiled into each update; give optim: adamw"),
+        ):
+            if asked:
+                raise ConfigError(f"{name}={getattr(self, name)!r} does not work on XLA devices: {why}.")
+        # Accelerate 1.15 numbers the processes of a host on TPUs only; elsewhere none would be the first.
+        if xla_kind() != "TPU":
+            os.environ.setdefault("LOCAL_RANK", "0")
 
 
 def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:
@@ -206,7 +229,7 @@ def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:
 
 def accelerator_present() -> bool:
     """Whether a GPU, TPU or other accelerator would be used."""
-    return torch.accelerator.is_available() or "PJRT_DEVICE" in os.environ
+    return uses_xla() or torch.accelerator.is_available()
 
 
 def precision_of(training: TrainingSection, use_cpu: bool) -> tuple[Precision, str]:
@@ -245,8 +268,9 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
         raise ConfigError("fp16 needs a GPU; this run is on a CPU. Leave it out, or use bf16.")
     if os.environ.get("RANK", "0") == "0":
         print(f"precision {precision}: {why}", file=sys.stderr, flush=True)
-    if config.model.attn_implementation == "flex_attention" and use_cpu:
-        raise ConfigError("attn_implementation=flex_attention trains on a GPU only; this run is on a CPU. Use sdpa.")
+    if config.model.attn_implementation == "flex_attention" and (use_cpu or uses_xla()):
+        where = "an XLA device" if uses_xla() else "a CPU"
+        raise ConfigError(f"attn_implementation=flex_attention trains on a GPU only; this run is on {where}. Use sdpa.")
     values: dict[str, Any] = {
         "output_dir": training.output_dir,
         "train_tokens": training.train_tokens,

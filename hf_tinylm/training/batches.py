@@ -1,4 +1,4 @@
-"""The micro-batches of an update: which windows a process takes, and which of their targets are beyond the budget."""
+"""Micro-batches: which windows of an update a process takes, and which of their targets do not count."""
 
 from __future__ import annotations
 
@@ -35,3 +35,10 @@ def micro_batches(
             batch[SOURCE_IDS] = torch.from_numpy(dataset.target_sources(windows))
         batches.append(batch)
     return batches
+
+
+def filled_up(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """The batch with copies of its last row, without targets, up to `rows`: another number would be compiled anew."""
+    copies = {name: tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:]) for name, tensor in batch.items()}
+    copies["shift_labels"] = torch.full_like(copies["shift_labels"], IGNORE_INDEX)
+    return {name: torch.cat((tensor, copies[name])) for name, tensor in batch.items()}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from .xla import uses_xla, xla_kind
 
 Precision = Literal["bf16", "fp16", "fp32"]
 
@@ -54,13 +55,14 @@ def choose_precision(facts: DeviceFacts) -> tuple[Precision, str]:
 
 def device_facts(use_cpu: bool) -> DeviceFacts:
     """The facts of the device that a run of this process is on."""
+    if uses_xla():
+        kind = xla_kind()
+        return DeviceFacts("xla", f"XLA ({kind})", bf16=kind == "TPU")
     if not use_cpu and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         if torch.version.hip:
             return DeviceFacts("cuda", name, bf16=torch.cuda.is_bf16_supported(including_emulation=False))
         return DeviceFacts("cuda", name, torch.cuda.get_device_capability())
-    if not use_cpu and "PJRT_DEVICE" in os.environ:
-        return DeviceFacts("xla", f"XLA ({os.environ['PJRT_DEVICE']})", bf16=os.environ["PJRT_DEVICE"] == "TPU")
     if not use_cpu and torch.accelerator.is_available():
         kind = str(torch.accelerator.current_accelerator())
         return DeviceFacts(kind, kind.upper(), bf16=kind == "xpu" and torch.xpu.is_bf16_supported())
@@ -73,6 +75,8 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
         return f"CPU {torch.backends.cpu.get_cpu_capability()}{' with bf16' if cpu_has_bf16() else ''}"
+    if device.type == "xla":
+        return f"XLA ({xla_kind()})"
     return device.type
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .processes import gathered
 from .update import UpdateResult
 
 EXCERPT_TOKENS = 64
@@ -33,13 +34,10 @@ def describe_failure(
     if windows:
         ids = batches[result.bad_batches[0]]["input_ids"][0, :EXCERPT_TOKENS].tolist()
         excerpt = tokenizer.decode(ids) if tokenizer is not None else " ".join(map(str, ids))
-    gathered: list[Any] = [(windows, excerpt)]
-    if accelerator.num_processes > 1:
-        gathered = [None] * accelerator.num_processes
-        torch.distributed.all_gather_object(gathered, (windows, excerpt))
+    told = gathered(accelerator, (windows, excerpt))
     return {
-        "windows": sorted(window for own, _ in gathered for window in own),
+        "windows": sorted(window for own, _ in told for window in own),
         "loss": result.loss if math.isfinite(result.loss) else None,
         "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else None,
-        "excerpt": next((text for _, text in gathered if text is not None), None),
+        "excerpt": next((text for _, text in told if text is not None), None),
     }

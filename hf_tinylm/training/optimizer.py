@@ -53,9 +53,16 @@ def _check_groups(model: nn.Module, named: dict[str, nn.Parameter], grouped: lis
 def adamw(
     model: nn.Module, learning_rate: float, betas: tuple[float, float], epsilon: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """AdamW over `parameter_groups`, fused where the device has a fused kernel."""
+    """AdamW over `parameter_groups`, fused where the device has a fused kernel.
+
+    On XLA devices the rate and the counts of steps are tensors: as numbers they would be compiled into the step.
+    """
     groups = parameter_groups(model, weight_decay)
-    fused = next(model.parameters()).device.type in ("cpu", "cuda")
+    device = next(model.parameters()).device
+    if device.type == "xla":
+        rate = torch.tensor(learning_rate, device=device)
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, capturable=True)
+    fused = device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=fused)
 
 
@@ -163,7 +170,8 @@ def optimizer_of(model: nn.Module, args: LMTrainingArguments) -> torch.optim.Opt
 def set_rates(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     """Give every group its multiple of the scheduled rate."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group.get(RATE_RATIO, 1.0)
+        rate, held = learning_rate * group.get(RATE_RATIO, 1.0), group["lr"]
+        group["lr"] = torch.tensor(rate, device=held.device) if torch.is_tensor(held) else rate
 
 
 def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:

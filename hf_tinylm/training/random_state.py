@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from .xla import uses_xla
+
 
 def random_tensors() -> dict[str, torch.Tensor]:
-    """State of Python's, NumPy's, torch's CPU and (if there is one) this process's GPU generator."""
+    """State of Python's, NumPy's, torch's CPU and (if there is one) this process's GPU or XLA generator."""
     version, words, gauss = random.getstate()
     state: Any = np.random.get_state(legacy=True)
     kind, keys, position, has_gauss, cached = state
@@ -28,6 +30,10 @@ def random_tensors() -> dict[str, torch.Tensor]:
     }
     if torch.cuda.is_available():
         tensors["torch.cuda"] = torch.cuda.get_rng_state()
+    if uses_xla():
+        import torch_xla
+
+        tensors["torch.xla"] = torch.tensor([torch_xla.get_rng_state()], dtype=torch.int64)
     return tensors
 
 
@@ -41,6 +47,10 @@ def restore_random(tensors: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(tensors["torch.cpu"])
     if "torch.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["torch.cuda"])
+    if "torch.xla" in tensors and uses_xla():
+        import torch_xla
+
+        torch_xla.set_rng_state(int(tensors["torch.xla"]))
 
 
 @contextmanager

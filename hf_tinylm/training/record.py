@@ -24,6 +24,7 @@ from .lineage import check_branch, initialise_from, lineage
 from .metrics import EVENTS, METRICS, Events, JsonLines
 from .mirror import Mirror
 from .optimizer import load_optimizer_tensors, optimizer_tensors
+from .processes import gathered
 from .random_state import random_tensors
 from .saver import CheckpointSaver, HostCopies
 
@@ -117,7 +118,7 @@ class RunRecord:
 
     def save(self, evaluation_due: bool, eval_loss: float | None) -> None:
         """Save the state after the present update; the write goes on in the background."""
-        states = self._gathered_random_states()
+        states = gathered(self.trainer.accelerator, random_tensors())
         with self.clocks.measure("saving_seconds"):
             if self.main:
                 self.saver.save(lambda host: self._snapshot(host, states, evaluation_due, eval_loss))
@@ -328,11 +329,3 @@ class RunRecord:
         for notice in set_aside_newer(self.output_dir, step):
             self._notice(notice)
         self.metrics.drop_after(step)
-
-    def _gathered_random_states(self) -> list[dict[str, torch.Tensor]]:
-        own = random_tensors()
-        if self.trainer.accelerator.num_processes == 1:
-            return [own]
-        gathered: list[Any] = [None] * self.trainer.accelerator.num_processes
-        torch.distributed.all_gather_object(gathered, own)
-        return gathered

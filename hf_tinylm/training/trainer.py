@@ -34,6 +34,7 @@ from .noise_scale import NoiseMeter
 from .nonfinite import describe_failure
 from .optimizer import optimizer_of, set_momentum
 from .prefetch import Prefetched
+from .processes import gathered
 from .random_state import restore_random, undisturbed_random
 from .record import RunRecord
 from .schedule import momentum_at, schedule_of
@@ -207,10 +208,11 @@ class LMTrainer(Trainer):
         self.control.should_training_stop |= self.ended
         start, clocks = self.state.global_step, self.record.clocks
         norm, sources = self.args.max_grad_norm, len(self.sources)
-        processes = self.accelerator.num_processes
-        self.noise = NoiseMeter(self.optimizer, processes, self.scaler, self.args.noise_scale)
+        processes, on_xla = self.accelerator.num_processes, self.args.device.type == "xla"
+        measured = self.args.noise_scale and not on_xla  # it reads values in the middle of an update
+        self.noise = NoiseMeter(self.optimizer, processes, self.scaler, measured)
         updates = Update(self.accelerator, model, self.optimizer, norm, self.scaler, sources, self.noise.see_first)
-        if processes > 1 or self.args.torch_compile:
+        if (processes > 1 and not on_xla) or self.args.torch_compile:
             updates.warm_up(self._batches_of(start, self.skipped_batches)[0])
         set_seed(self.args.seed, device_specific=True)
         if resumed and self.random_state is not None:
@@ -317,10 +319,7 @@ class LMTrainer(Trainer):
         step = self.state.global_step
         own = (INTERRUPT.exit_code, INTERRUPT.name) if INTERRUPT.requested else None
         budget = self._budget_spent(done, step)
-        asked: list[Any] = [own or (budget and (3, budget))]
-        if self.accelerator.num_processes > 1:
-            asked = [None] * self.accelerator.num_processes
-            torch.distributed.all_gather_object(asked, own or (budget and (3, budget)))
+        asked = gathered(self.accelerator, own or (budget and (3, budget)))
         ending = max((one for one in asked if one), default=None)  # a signal before a budget
         if ending is None:
             return

@@ -16,6 +16,7 @@ from ..errors import TrainingError
 from ..modeling.loss import count_targets
 from .optimizer import set_rates
 from .source_loss import SOURCE_IDS, source_sums
+from .xla import average_over_processes, hand_over
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Update:
     does not depend on how the batch was split; DDP averages over processes, which the factor `processes` undoes.
 
     Args:
-        accelerator: gives `device`, `num_processes`, `no_sync(model)`, `reduce(tensor, reduction)`.
+        accelerator: gives `device`, `num_processes`, `no_sync(model)`, `reduce(tensor, reduction)`. On an XLA device
+            each micro-batch is a program, what comes after them is one, and the step of the optimizer is one.
         scaler: a gradient scaler for float16, or None.
         sources: above 0, batches have `source_ids` (n, T) below it, and the loss of each source is summed.
         after_first: called with the first of several micro-batches when `.grad` holds its gradient alone.
@@ -97,12 +99,14 @@ class Update:
         losses, sums = self._accumulate(batches, targets)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        loss, norm_value, agreed = self._agree(losses, norm, (*requests(), *sums.ravel()))
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if self.accelerator.device.type == "xla" and self.accelerator.num_processes > 1:
+            average_over_processes(gradients, self.accelerator.num_processes)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        loss, norm_value, bad, agreed = self._agree(losses, norm, (*requests(), *sums.ravel()))
         split = len(agreed) - sums.size
         agreed, by_source = agreed[:split], np.array(agreed[split:]).reshape(sums.shape)
         clipped = self.max_grad_norm > 0 and norm_value > self.max_grad_norm
-        bad = [number for number, finite in enumerate(torch.isfinite(losses).tolist()) if not finite]
         overflow = self.scaler is not None and math.isfinite(loss) and not math.isfinite(norm_value)
         result = UpdateResult(loss, targets, norm_value, clipped, agreed, bad, by_source, overflow)
         if result.applied:
@@ -110,6 +114,7 @@ class Update:
         if self.scaler is not None:  # a loss that is not finite says nothing about the scale, which then stays
             self.scaler.update(None if result.applied or overflow else self.scaler.get_scale())
         self.optimizer.zero_grad(set_to_none=True)
+        hand_over(self.accelerator.device)
         return result
 
     def warm_up(self, batch: dict[str, torch.Tensor]) -> None:
@@ -155,6 +160,7 @@ class Update:
                 loss = output.loss
                 scaled = loss * processes if processes > 1 else loss
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+            hand_over(self.accelerator.device)
             if position == 0 and not last:
                 self.after_first(batch)
             losses.append(loss.detach().float())
@@ -175,10 +181,11 @@ class Update:
 
     def _agree(
         self, losses: torch.Tensor, norm: torch.Tensor, requests: Sequence[float]
-    ) -> tuple[float, float, tuple[float, ...]]:
-        """The loss summed over processes, the gradient norm, the summed requests: one exchange.
+    ) -> tuple[float, float, list[int], tuple[float, ...]]:
+        """The summed loss, the gradient norm, this process's bad micro-batches, the summed requests.
 
-        Not finite anywhere is not finite everywhere; a loss that is not finite says so before a norm does.
+        One exchange, and one wait for the device. Not finite anywhere is not finite everywhere; a loss that is not
+        finite says so before a norm does.
         """
         loss = losses.sum()
         own = [~torch.isfinite(loss), ~torch.isfinite(norm)]
@@ -186,5 +193,9 @@ class Update:
         row = torch.cat((row, torch.tensor(requests, dtype=loss.dtype, device=loss.device)))
         if self.accelerator.num_processes > 1:
             row = self.accelerator.reduce(row, reduction="sum")
+        row = torch.cat((row, norm.reshape(1).to(row.dtype), losses))
+        hand_over(self.accelerator.device)
         summed, bad_loss, bad_norm, *agreed = row.tolist()
-        return (math.nan if bad_loss else summed), (math.nan if bad_norm else float(norm)), tuple(agreed)
+        agreed, norm_value, own_losses = agreed[: len(requests)], agreed[len(requests)], agreed[len(requests) + 1 :]
+        bad = [number for number, value in enumerate(own_losses) if not math.isfinite(value)]
+        return (math.nan if bad_loss else summed), (math.nan if bad_norm else norm_value), bad, tuple(agreed)

@@ -13,7 +13,9 @@ from transformers import TrainerState, TrainingArguments
 
 from ..errors import TrainingError
 from ..modeling.loss import IGNORE_INDEX, count_targets
+from .batches import filled_up
 from .source_loss import SOURCE_IDS, by_source, source_sums
+from .xla import hand_over
 
 
 def validate(
@@ -58,6 +60,8 @@ def validate(
                 batch = dataset.batch(ks)
                 if names:
                     batch[SOURCE_IDS] = torch.from_numpy(dataset.target_sources(ks))
+                if accelerator.device.type == "xla":
+                    batch = filled_up(batch, batch_size)
                 sums += _batch_sums(accelerator, model, batch, token_bytes, len(names))
     finally:
         model.train(was_training)
@@ -116,6 +120,7 @@ def _batch_sums(
     on_device = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
     wanted = {} if source_ids is None else {"return_target_losses": True}
     output = model(**on_device, num_items_in_batch=1, return_logits=False, **wanted)
+    hand_over(accelerator.device)
     size = 0 if token_bytes is None else int(token_bytes[labels[labels != IGNORE_INDEX]].sum())
     total = np.array([float(output.loss), int(count_targets(labels)), size, 0], dtype=np.float64)
     if source_ids is None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
@@ -28,4 +33,30 @@ def wrapped_for_training(model: TinyLMForCausalLM, args: LMTrainingArguments, ac
         broadcast_buffers=False, gradient_as_bucket_view=True, static_graph=bool(args.ddp_static_graph), **bucket
     )
     wrapped: nn.Module = accelerator.prepare_model(model)
+    if args.device.type == "xla" and args.bf16:
+        _multiply_in_run_precision(model, args, accelerator)
     return wrapped
+
+
+def run_precision(args: LMTrainingArguments, accelerator: Accelerator) -> AbstractContextManager[Any]:
+    """The autocast in which a run makes its matrix products.
+
+    On TPUs Accelerate (1.15: `AcceleratorState`, `is_bf16_available(ignore_tpu=True)`) would have none, and would ask
+    torch_xla to hold every float32 tensor as bfloat16 instead, weights and moments too. So it is never told.
+    """
+    if args.device.type == "xla":
+        return torch.autocast("xla", torch.bfloat16, enabled=bool(args.bf16))
+    found: AbstractContextManager[Any] = accelerator.autocast()
+    return found
+
+
+def _multiply_in_run_precision(model: nn.Module, args: LMTrainingArguments, accelerator: Accelerator) -> None:
+    """Run the model under autocast, in training and in evaluation, as Accelerate does for other devices."""
+    plain = model.forward
+
+    @functools.wraps(plain)
+    def forward(*inputs: Any, **named: Any) -> Any:
+        with run_precision(args, accelerator):
+            return plain(*inputs, **named)
+
+    model.forward = forward

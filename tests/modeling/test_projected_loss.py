@@ -16,6 +16,15 @@ ROWS, LENGTH, HIDDEN, VOCABULARY = 3, 16, 24, 211
 LOSSES = pytest.mark.parametrize("loss_of_chunk", [chunk_loss, compilable_chunk_loss])
 
 
+class NoValueRead(TorchDispatchMode):
+    """Refuses operations whose result has a shape, or is a number, that depends on values."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert torch.Tag.data_dependent_output not in operation.tags, operation
+        assert torch.Tag.dynamic_output_shape not in operation.tags, operation
+        return operation(*args, **(kwargs or {}))
+
+
 @pytest.fixture(params=[1, 7, 48, 1000])
 def rows_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", request.param * VOCABULARY)
@@ -92,6 +101,21 @@ def test_a_batch_without_a_target_gives_zero_and_zero_gradients() -> None:
     assert total.item() == 0.0
     assert not hidden.grad.any()
     assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 1.1])
+def test_with_all_rows_computed_those_without_a_target_count_nothing(rows_per_chunk: int, ignored: float) -> None:
+    """The way of XLA devices, whose programs have one shape each: by the same formula, and nothing reads a value."""
+    hidden, weight, labels = drawn(torch.float64, ignored)
+    each = torch.zeros(ROWS, LENGTH, dtype=torch.float64)
+    with NoValueRead():
+        total = module.loss_of_all_rows(hidden.flatten(0, 1), weight, labels.flatten(), each)
+        (total / 17).backward()
+    for found, expected in zip((total, hidden.grad, weight.grad), reference(hidden, weight, labels), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    selected = torch.zeros(ROWS, LENGTH, dtype=torch.float64)
+    projected_loss(hidden, weight, labels, of_targets=selected)
+    torch.testing.assert_close(each, selected, rtol=1e-12, atol=1e-12)
 
 
 def test_nothing_larger_than_a_chunk_of_logits_is_ever_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from hf_tinylm.config import OF_MUON, OF_WSD, load_config
 from hf_tinylm.errors import ConfigError
 from hf_tinylm.sections import TrainingSection
+from hf_tinylm.training import arguments
 from hf_tinylm.training.arguments import (
     HONOURED,
     REFUSED,
@@ -18,6 +19,7 @@ from hf_tinylm.training.arguments import (
     cpu_threads,
     training_arguments,
 )
+from hf_tinylm.training.device import DeviceFacts
 
 
 def test_every_field_of_training_arguments_is_honoured_or_refused() -> None:
@@ -65,6 +67,25 @@ def test_flex_attention_on_a_cpu_is_refused_before_its_missing_backward_pass_is_
     with pytest.raises(ConfigError, match="trains on a GPU only"):
         training_arguments(load_config(None, [*given, "--attn_implementation", "flex_attention"]))
     assert training_arguments(load_config(None, [*given, "--attn_implementation", "eager"])).use_cpu
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--use_cpu"], "USE_TORCH_XLA=0"),
+        (["--precision", "fp16"], "precision: bf16"),
+        (["--torch_compile", "true"], "XLA compiles by itself"),
+        (["--optim", "muon"], "optim: adamw"),
+        (["--attn_implementation", "flex_attention"], "an XLA device"),
+    ],
+)
+def test_what_an_xla_device_cannot_do_is_refused_by_name(
+    given: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "uses_xla", lambda: True)
+    monkeypatch.setattr(arguments, "device_facts", lambda use_cpu: DeviceFacts("xla", "XLA (TPU)", bf16=True))
+    with pytest.raises(ConfigError, match=words):
+        training_arguments(load_config(None, ["--output_dir", str(tmp_path), *given]))
 
 
 def test_a_launcher_that_sets_one_thread_does_not_leave_cores_idle(monkeypatch: pytest.MonkeyPatch) -> None:

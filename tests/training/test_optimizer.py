@@ -10,7 +10,13 @@ from hf_tinylm.errors import CheckpointError, TrainingError
 from hf_tinylm.modeling.factory import new_model
 from hf_tinylm.modeling.model import TinyLMForCausalLM
 from hf_tinylm.sections import ModelSection
-from hf_tinylm.training.optimizer import adamw, load_optimizer_tensors, optimizer_tensors, parameter_groups
+from hf_tinylm.training.optimizer import (
+    adamw,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    parameter_groups,
+    set_rates,
+)
 
 
 def tiny(**keys: object) -> TinyLMForCausalLM:
@@ -36,6 +42,18 @@ def test_an_untied_head_and_query_gains_are_in_the_right_groups() -> None:
     decayed, undecayed = parameter_groups(tiny(tie_word_embeddings=False, qk_norm=True), 0.1)
     assert sum(p.numel() for p in decayed["params"]) == 2 * 3_232 + 2 * (3_072 + 6_144)
     assert sum(p.numel() for p in undecayed["params"]) == 5 * 32 + 2 * 2 * 8
+
+
+def test_a_rate_that_is_a_tensor_stays_one_and_is_never_changed_in_place() -> None:
+    """On XLA devices a number would be compiled into the step, and a change in place would be noted twice."""
+    optimizer = torch.optim.SGD(parameter_groups(tiny(), 0.1), lr=torch.tensor(1.0))
+    before = optimizer.param_groups[0]["lr"]
+    set_rates(optimizer, 0.25)
+    assert [group["lr"].item() for group in optimizer.param_groups] == [0.25, 0.25]
+    assert before.item() == 1.0
+    plain = torch.optim.SGD(parameter_groups(tiny(), 0.1), lr=1.0)
+    set_rates(plain, 0.25)
+    assert [group["lr"] for group in plain.param_groups] == [0.25, 0.25]
 
 
 def test_weights_that_are_not_float32_are_refused() -> None:

@@ -1,0 +1,44 @@
+"""Devices of torch_xla, such as TPUs: operations are noted, and `hand_over` runs what was noted as one program.
+
+A program is compiled once for each shape and for each number written into it. So whatever changes from update to update
+(rate, counts, requests) goes to the device as a tensor, and a value is read after its program was handed over: read
+earlier, it would be a program of its own that computes the update again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from accelerate.utils import is_torch_xla_available
+
+
+def uses_xla() -> bool:
+    """Whether a run of this process is on a device of torch_xla.
+
+    Accelerate takes it wherever torch_xla can be imported, before a GPU and even where a CPU is asked for, unless the
+    environment says USE_TORCH_XLA=0.
+    """
+    return bool(is_torch_xla_available())
+
+
+def xla_kind() -> str:
+    """What torch_xla runs on: TPU, CPU, CUDA or NEURON."""
+    import torch_xla.runtime
+
+    return str(torch_xla.runtime.device_type())
+
+
+def hand_over(device: torch.device) -> None:
+    """Start what was noted for `device`, without waiting for it. Other devices need no such thing."""
+    if device.type == "xla":
+        import torch_xla
+
+        torch_xla.sync()
+
+
+def average_over_processes(gradients: Sequence[torch.Tensor], processes: int) -> None:
+    """Replace gradients on XLA devices by their mean over processes, which DistributedDataParallel does elsewhere."""
+    import torch_xla.core.xla_model as xm
+
+    xm.all_reduce("sum", list(gradients), scale=1.0 / processes)
