@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+XLA := .venv-xla
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all test-xla lint bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -27,6 +28,16 @@ test: $(STAMP) ## the test suite without the slow tests
 test-all: $(STAMP) ## the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
+# torch_xla works with the torch of its own version only, so it has an environment of its own (about 7 GB).
+$(XLA)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(XLA)
+	sed '/^torch==/d' constraints.txt > $(XLA)/constraints.txt
+	$(XLA)/bin/python -m pip install --disable-pip-version-check torch==2.9.1 torch_xla==2.9.0 -e . pytest pytest-timeout -c $(XLA)/constraints.txt
+	@touch $@
+
+test-xla: $(XLA)/.installed ## training on an XLA device, as TPUs are, on torch_xla's CPU backend
+	USE_TORCH_XLA=0 HF_TINYLM_XLA_PYTHON=$(abspath $(XLA)/bin/python) $(XLA)/bin/python -m pytest tests/training/test_xla.py $(PYTEST_ARGS)
+
 lint: $(STAMP) ## style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -36,4 +47,4 @@ bench: $(STAMP) ## speed of this machine beside the stock trainer
 	$(BIN)/python -m benchmarks
 
 clean: ## remove the environment and what was built; runs/ stays
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(XLA) build dist .pytest_cache .mypy_cache .ruff_cache

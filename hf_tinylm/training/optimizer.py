@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Key of a parameter group: its learning rate as a multiple of the scheduled one; groups without it have that one.
 RATE_RATIO = "rate_ratio"
+_SMALLEST = torch.finfo(torch.float32).tiny
 _NOT_HIDDEN = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -168,10 +169,13 @@ def optimizer_of(model: nn.Module, args: LMTrainingArguments) -> torch.optim.Opt
 
 
 def set_rates(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Give every group its multiple of the scheduled rate."""
+    """Give every group its multiple of the scheduled rate.
+
+    A rate that is a tensor is never zero: torch divides by it, and an element that never had a gradient is 0 / 0 then.
+    """
     for group in optimizer.param_groups:
         rate, held = learning_rate * group.get(RATE_RATIO, 1.0), group["lr"]
-        group["lr"] = torch.tensor(rate, device=held.device) if torch.is_tensor(held) else rate
+        group["lr"] = torch.tensor(max(rate, _SMALLEST), device=held.device) if torch.is_tensor(held) else rate
 
 
 def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:

@@ -31,9 +31,9 @@ def random_tensors() -> dict[str, torch.Tensor]:
     if torch.cuda.is_available():
         tensors["torch.cuda"] = torch.cuda.get_rng_state()
     if uses_xla():
-        import torch_xla
+        import torch_xla.core.xla_model as xm
 
-        tensors["torch.xla"] = torch.tensor([torch_xla.get_rng_state()], dtype=torch.int64)
+        tensors["torch.xla"] = torch.tensor([xm.get_rng_state()], dtype=torch.int64)
     return tensors
 
 
@@ -48,9 +48,9 @@ def restore_random(tensors: dict[str, torch.Tensor]) -> None:
     if "torch.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["torch.cuda"])
     if "torch.xla" in tensors and uses_xla():
-        import torch_xla
+        import torch_xla.core.xla_model as xm
 
-        torch_xla.set_rng_state(int(tensors["torch.xla"]))
+        xm.set_rng_state(int(tensors["torch.xla"]))
 
 
 @contextmanager

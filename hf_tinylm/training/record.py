@@ -27,6 +27,7 @@ from .optimizer import load_optimizer_tensors, optimizer_tensors
 from .processes import gathered
 from .random_state import random_tensors
 from .saver import CheckpointSaver, HostCopies
+from .xla import xla_notices
 
 if TYPE_CHECKING:
     from .trainer import LMTrainer
@@ -209,6 +210,8 @@ class RunRecord:
                 notices.append(f"eval_tokens={args.eval_tokens:,} were asked; validation has {there:,}, all are used.")
         if self.trainer.not_compiled:
             notices.append(f"{self.trainer.not_compiled} The run goes on without it; torch_compile: false says so.")
+        if args.device.type == "xla":
+            notices += xla_notices(args.noise_scale, self.trainer.accelerator.num_processes)
         altered = [line for line in changed if line.split(":")[0] in CHANGES_BITS]
         if altered:
             notices.append(

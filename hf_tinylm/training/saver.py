@@ -13,7 +13,6 @@ from ..errors import TrainingError
 from ..files import fsync_path
 from .checkpoint import Snapshot, last_good, rotate_checkpoints, write_checkpoint
 from .metrics import EVENTS, METRICS, Events
-from .xla import hand_over
 
 
 class HostCopies:
@@ -25,8 +24,6 @@ class HostCopies:
     def copy(self, tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
         """The tensors as they are now; valid until the next call with this `prefix`."""
         copies = {}
-        for device in {tensor.device for tensor in tensors.values()}:
-            hand_over(device)
         for name, tensor in tensors.items():
             key = prefix + name
             buffer = self._buffers.get(key)

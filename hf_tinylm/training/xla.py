@@ -42,3 +42,14 @@ def average_over_processes(gradients: Sequence[torch.Tensor], processes: int) ->
     import torch_xla.core.xla_model as xm
 
     xm.all_reduce("sum", list(gradients), scale=1.0 / processes)
+
+
+def xla_notices(noise_scale: bool, processes: int) -> list[str]:
+    """What whoever starts a run on such a device should know."""
+    notices = ["noise_scale is left out on XLA devices, where it would stop each update."] if noise_scale else []
+    if processes > 1:
+        notices.append(
+            f"{processes} XLA processes: this way of training was never run by its authors, who had one device. Compare "
+            "its first losses with a run on one device, see docs/tpu.md."
+        )
+    return notices

@@ -51,6 +51,8 @@ def test_a_rate_that_is_a_tensor_stays_one_and_is_never_changed_in_place() -> No
     set_rates(optimizer, 0.25)
     assert [group["lr"].item() for group in optimizer.param_groups] == [0.25, 0.25]
     assert before.item() == 1.0
+    set_rates(optimizer, 0.0)
+    assert all(0.0 < group["lr"].item() < 1e-37 for group in optimizer.param_groups), "torch divides by it"
     plain = torch.optim.SGD(parameter_groups(tiny(), 0.1), lr=1.0)
     set_rates(plain, 0.25)
     assert [group["lr"] for group in plain.param_groups] == [0.25, 0.25]
