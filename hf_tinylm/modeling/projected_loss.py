@@ -88,7 +88,7 @@ def projected_loss(
 def loss_of_all_rows(
     rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, of_targets: torch.Tensor | None
 ) -> torch.Tensor:
-    """`projected_loss` of rows (N, D), targets (N,), in shapes that do not depend on values, and without reading any."""
+    """`projected_loss` of rows (N, D), targets (N,), in shapes that depend on no value, and without reading any."""
     found: tuple[torch.Tensor, torch.Tensor] = _ProjectedLoss.apply(rows, weight, targets, chunk_loss_of_any)
     if of_targets is not None:
         of_targets.view(-1).copy_(found[1])

@@ -46,7 +46,9 @@ def average_over_processes(gradients: Sequence[torch.Tensor], processes: int) ->
 
 def xla_notices(noise_scale: bool, processes: int) -> list[str]:
     """What whoever starts a run on such a device should know."""
-    notices = ["noise_scale is left out on XLA devices, where it would stop each update."] if noise_scale else []
+    notices = []
+    if noise_scale:
+        notices.append("noise_scale is left out on XLA devices, where it would stop each update.")
     if processes > 1:
         notices.append(
             f"{processes} XLA processes: this way of training was never run by its authors, who had one device. Compare "

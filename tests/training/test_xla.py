@@ -76,8 +76,8 @@ class Count(TrainerCallback):
         self.rows.append([number("CompileTime"), self.reads])
 
 def run(folder, model, fields):
-    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
-    built = new_model(ModelSection(**{**shape, **model}), 101, 32, seed=1)
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    built = new_model(ModelSection(**{**shape, "intermediate_size": 64, **model}), 101, 32, seed=1)
     values = dict(
         learning_rate=1e-3, warmup_steps=2, weight_decay=0.1, adam_beta2=0.95, global_batch_tokens=256,
         per_device_train_batch_size=2, per_device_eval_batch_size=4, report_to="none", disable_tqdm=True,
@@ -127,7 +127,7 @@ def on_xla() -> Callable[..., list[list[list[int]]]]:
 def runs(
     on_xla: Callable[..., list[list[list[int]]]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, list[list[int]]]]:
-    """The folder of five runs, and their counts; `dropped` and `resumed` are one run whole, and one ended and resumed."""
+    """The folder of five runs, and their counts; `resumed` is `dropped`, ended after ten updates and taken up again."""
     folder = tmp_path_factory.mktemp("xla")
     dropout = {"attention_dropout": 0.2}
     first = on_xla(
