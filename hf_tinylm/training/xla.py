@@ -51,7 +51,7 @@ def xla_notices(noise_scale: bool, processes: int) -> list[str]:
         notices.append("noise_scale is left out on XLA devices, where it would stop each update.")
     if processes > 1:
         notices.append(
-            f"{processes} XLA processes: this way of training was never run by its authors, who had one device. Compare "
+            f"{processes} XLA processes: this way was never run by its authors, who had one device. Compare "
             "its first losses with a run on one device, see docs/tpu.md."
         )
     return notices
