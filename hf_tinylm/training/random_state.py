@@ -33,7 +33,8 @@ def random_tensors() -> dict[str, torch.Tensor]:
     if uses_xla():
         import torch_xla.core.xla_model as xm
 
-        tensors["torch.xla"] = torch.tensor([xm.get_rng_state()], dtype=torch.int64)
+        unsigned = np.array([xm.get_rng_state()], dtype=np.uint64)  # int64 holds half of these states
+        tensors["torch.xla"] = torch.from_numpy(unsigned.view(np.int64))
     return tensors
 
 
@@ -50,7 +51,7 @@ def restore_random(tensors: dict[str, torch.Tensor]) -> None:
     if "torch.xla" in tensors and uses_xla():
         import torch_xla.core.xla_model as xm
 
-        xm.set_rng_state(int(tensors["torch.xla"]))
+        xm.set_rng_state(int(tensors["torch.xla"].numpy().view(np.uint64)[0]))
 
 
 @contextmanager
