@@ -130,6 +130,8 @@ class TinyLMAttention(nn.Module):
         key = rotate(key.transpose(1, 2), *rotary)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
+        if query.device.type == "xla":  # whose autocast passes over attention
+            query, key, value = as_multiplied(query), as_multiplied(key), as_multiplied(value)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = float(self.config.attention_dropout or 0.0) if self.training else 0.0
         output, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
