@@ -22,6 +22,7 @@ from transformers.trainer_utils import TrainOutput
 from ..errors import ConfigError, RunStopped, TrainingError
 from ..modeling.model import TinyLMForCausalLM
 from ..modeling.stock import save_stock_model
+from ..planning.compilation import rows_of_pass
 from ..planning.optimizer import RunFlops
 from .arguments import LMTrainingArguments, plan_run
 from .batches import micro_batches
@@ -208,11 +209,14 @@ class LMTrainer(Trainer):
         self.control.should_training_stop |= self.ended
         start, clocks = self.state.global_step, self.record.clocks
         norm, sources = self.args.max_grad_norm, len(self.sources)
-        processes, on_xla = self.accelerator.num_processes, self.args.device.type == "xla"
-        measured = self.args.noise_scale and not on_xla  # it reads values in the middle of an update
+        processes, device = self.accelerator.num_processes, self.args.device.type
+        measured = self.args.noise_scale and device != "xla"  # it reads values in the middle of an update
         self.noise = NoiseMeter(self.optimizer, processes, self.scaler, measured)
-        updates = Update(self.accelerator, model, self.optimizer, norm, self.scaler, sources, self.noise.see_first)
-        if (processes > 1 and not on_xla) or self.args.torch_compile:
+        compiled_for_cpu = bool(self.args.torch_compile) and device == "cpu"
+        rows = rows_of_pass(self.plan.per_device_train_batch_size, self.plan.sequence_length, compiled_for_cpu)
+        see = self.noise.see_first
+        updates = Update(self.accelerator, model, self.optimizer, norm, self.scaler, sources, see, rows)
+        if (processes > 1 and device != "xla") or self.args.torch_compile:
             updates.warm_up(self._batches_of(start, self.skipped_batches)[0])
         set_seed(self.args.seed, device_specific=True)
         if resumed and self.random_state is not None:
