@@ -192,7 +192,7 @@ class LMTrainingArguments(TrainingArguments):
         self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = asked_for, asked[1], asked[2]
 
     def _check_xla(self) -> None:
-        """Refuse what cannot be done, or not without compiling each update anew, on a device of torch_xla."""
+        """Refuse what cannot be done, or was never tried, on a device of torch_xla."""
         if self.use_cpu:
             raise ConfigError(
                 "use_cpu is set, but torch_xla is installed and Accelerate takes its device. For the CPU set the "
@@ -201,10 +201,10 @@ class LMTrainingArguments(TrainingArguments):
         for name, asked, why in (
             ("fp16", self.fp16, "give precision: bf16"),
             ("torch_compile", self.torch_compile is True, "XLA compiles by itself; leave it out"),
-            ("optim", self.optim == "muon", "its rate would be compiled into each update; give optim: adamw"),
+            ("optim", self.optim == "muon", "it was never run there; give optim: adamw"),
         ):
             if asked:
-                raise ConfigError(f"{name}={getattr(self, name)!r} does not work on XLA devices: {why}.")
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not supported on XLA devices: {why}.")
         # Accelerate 1.15 numbers the processes of a host on TPUs only; elsewhere none would be the first.
         if xla_kind() != "TPU":
             os.environ.setdefault("LOCAL_RANK", "0")

@@ -56,7 +56,7 @@ def adamw(
 ) -> torch.optim.AdamW:
     """AdamW over `parameter_groups`, fused where the device has a fused kernel.
 
-    On XLA devices the rate and the counts of steps are tensors: as numbers they would be compiled into the step.
+    On XLA devices the rate and the counts of steps are tensors there, so that no compiled step can hold their values.
     """
     groups = parameter_groups(model, weight_decay)
     device = next(model.parameters()).device

@@ -45,7 +45,7 @@ def test_an_untied_head_and_query_gains_are_in_the_right_groups() -> None:
 
 
 def test_a_rate_that_is_a_tensor_stays_one_and_is_never_changed_in_place() -> None:
-    """On XLA devices a number would be compiled into the step, and a change in place would be noted twice."""
+    """On XLA devices it is an input of the compiled step; a change in place would become a part of it."""
     optimizer = torch.optim.SGD(parameter_groups(tiny(), 0.1), lr=torch.tensor(1.0))
     before = optimizer.param_groups[0]["lr"]
     set_rates(optimizer, 0.25)
