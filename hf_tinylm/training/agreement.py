@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,9 +99,9 @@ def loss_told() -> Iterator[None]:
     except RuntimeError as error:
         if not _several() or not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
             raise
-        first = str(error).strip().partition("\n")[0]
+        reason = re.sub(r"^\[[^]]*] *", "", str(error).strip()).partition("\n")[0].partition(". ")[0]
         raise TrainingError(
-            f"Another process of this run ended or cannot be reached any more ({first}). Its own output, on its own "
+            f"Another process of this run ended or cannot be reached any more ({reason}). Its own output, on its own "
             "machine, says why. Start all of them again with --resume_from_checkpoint auto."
         ) from error
 
