@@ -15,7 +15,7 @@ from ..errors import CheckpointError, ContractError
 from ..files import read_json, refuse_folder_in_use, sha256_of_json
 from ..planning.disk import checkpoints_kept
 from ..planning.optimizer import checkpoint_bytes
-from .agreement import agree_on_checkpoint, all_are_here, failure_told
+from .agreement import agree_on_checkpoint, agree_on_state, all_are_here, failure_told
 from .checkpoint import Snapshot, list_checkpoints, read_checkpoint, select_checkpoint, set_aside_newer
 from .clocks import Clocks
 from .device import device_name
@@ -72,7 +72,13 @@ class RunRecord:
             ContractError: the folder records another run, a finished one, or is being written.
             CheckpointError: a checkpoint that was named is not whole.
             ConfigError: a new run in a folder in use, or too little room on its disk.
+            DisagreementError: another process would go on from another checkpoint or start from other weights.
         """
+        resumed = self._open(asked)
+        agree_on_state(self.trainer)
+        return resumed
+
+    def _open(self, asked: str | None) -> bool:
         with failure_told():
             folder, passed_over = select_checkpoint(self.output_dir, asked, self._nearby) if asked else (None, [])
         agree_on_checkpoint(folder)

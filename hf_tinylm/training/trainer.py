@@ -24,7 +24,7 @@ from ..modeling.model import TinyLMForCausalLM
 from ..modeling.stock import save_stock_model
 from ..planning.compilation import rows_of_pass
 from ..planning.optimizer import RunFlops
-from .agreement import agree_on_start, agree_on_state, loss_told
+from .agreement import agree_on_start, all_are_here, loss_told
 from .arguments import LMTrainingArguments, plan_run
 from .batches import micro_batches
 from .callbacks import ProgressBar
@@ -66,7 +66,6 @@ class LMTrainer(Trainer):
 
     Raises:
         ConfigError: a batch that does not divide, a run too short for its warmup, an output folder in use.
-        DisagreementError: another process was started with other packages, code, arguments, model or data.
     """
 
     args: LMTrainingArguments
@@ -140,8 +139,7 @@ class LMTrainer(Trainer):
         Raises:
             ContractError: a resume whose settings are not those of the recorded run.
             DisagreementError: another process would go on from another checkpoint or start from other weights.
-            TrainingError: a loss or gradient that is not finite (nothing of that update was applied), a failed save,
-                another process that is gone.
+            TrainingError: a loss or gradient that is not finite (nothing of it applied), a failed save, a lost process.
             RunStopped: a signal or a budget ended the run after a clean save.
         """
         if trial is not None or ignore_keys_for_eval or kwargs:
@@ -152,7 +150,6 @@ class LMTrainer(Trainer):
             self.batches = Prefetched(self._batches_of)
             try:
                 resumed = self.record.open("auto" if asked is True else asked)
-                agree_on_state(self)
                 return self._run(model, resumed)
             finally:
                 self.is_in_train = False
@@ -204,8 +201,7 @@ class LMTrainer(Trainer):
         folder = Path(output_dir or self.output_dir / "final")
         if self.is_world_process_zero():
             save_stock_model(self.model, folder, self.processing_class)
-        with loss_told():
-            self.accelerator.wait_for_everyone()
+        all_are_here()
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
