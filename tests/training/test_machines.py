@@ -217,8 +217,8 @@ def test_machines_that_were_started_differently_end_together_with_one_line_and_w
 ) -> None:
     second = machines.command(*(other_shards if one == "OTHER" else one for one in more), fault=fault)
     if what == "code":
-        second[0] = str(machines.folder / "other.py")
-        Path(second[0]).write_text(DRIVE + "# one line more\n")
+        second[3] = str(machines.folder / "other.py")
+        Path(second[3]).write_text(Path(PRETRAIN).read_text() + "# one line more\n")
     assert machines.run(machines.command(), second) == [2, 2], machines.logs()
     lines = machines.errors()
     host = os.uname().nodename
