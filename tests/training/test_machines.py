@@ -34,7 +34,7 @@ from hf_tinylm.training.metrics import read_rows
 SLOW = pytest.mark.slow
 PRETRAIN = str(bundled("recipes", "pretrain.py"))
 UPDATES, SAVES = 6, 2
-PATIENCE = 900.0  # seconds within which every process must have ended
+PATIENCE = 120.0  # seconds within which every process must have ended
 
 # Runs the recipe: drive.py FOLDER FAULT RECIPE ARGUMENTS... Notes in FOLDER what each process reads and copies.
 # FAULT, of this process or of process 1 of the launch: none; packages: others than there are; hold: wait for FOLDER/go
