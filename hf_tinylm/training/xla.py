@@ -2,8 +2,8 @@
 
 Operations are noted until `hand_over` makes one program of them. It is compiled once for each shape, and again where a
 number that changes is a constant in it. So whatever changes from update to update (rate, counts, requests) goes to the
-device as a tensor, and a value is read after its program was handed over: read earlier, it would be a program of its own
-that computes the update again.
+device as a tensor, and a value is read after its program was handed over: read earlier, it would be a program of
+its own that computes the update again.
 """
 
 from __future__ import annotations
