@@ -94,7 +94,7 @@ def test_a_budget_of_10_to_the_18_is_planned_without_walking_it() -> None:
     [
         (
             [(100, 5_000)],
-            "batch_growth from 100 tokens on: 5,000 is not a multiple of the 1,024 tokens of one micro-step",
+            "batch_growth from 100 tokens on: 5,000 is not a multiple of the 1,024 tokens of one",
         ),
         ([(100, 5_000)], "Use 4,096 or 5,120, or change per_device_train_batch_size."),
         ([(100, 2_100)], "Use 3,072, or change"),  # 2,048 would be no growth
