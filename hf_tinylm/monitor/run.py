@@ -149,7 +149,9 @@ class Run:
         """How the budget is cut into updates; None when run.json does not say."""
         training = self.fact("identity", "training")
         known = self.planned_tokens and number(training, "global_batch_tokens")
-        return recorded_plan(training) if known else None
+        growth = training.get("batch_growth", []) if known else []
+        whole = isinstance(growth, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in growth)
+        return recorded_plan(training) if known and whole else None
 
     @property
     def tokens(self) -> float:
