@@ -306,6 +306,7 @@ def _check_gpt2(model: ModelSection) -> None:
 def _check_lengths(config: RunConfig) -> None:
     batch, length = config.training.global_batch_tokens, config.data.sequence_length
     positions = config.model.max_position_embeddings
+    check_growth(batch, config.training.batch_growth)
     if batch % length:
         raise ConfigError(
             f"global_batch_tokens={batch:,} is not a multiple of sequence_length={length:,}. "
@@ -315,6 +316,23 @@ def _check_lengths(config: RunConfig) -> None:
         raise ConfigError(
             f"max_position_embeddings={positions:,} is below sequence_length={length:,}. Raise it, or leave it out."
         )
+
+
+def check_growth(batch: int, growth: Sequence[Sequence[int]]) -> None:
+    """Refuse what is no list of [tokens, batch] in which both rise, beginning above 0 and the first batch."""
+    last = [0, batch]
+    for pair in growth:
+        if len(pair) != 2:
+            raise ConfigError(
+                f"batch_growth has {shown(list(pair))} in it; pairs [TOKENS, BATCH] are needed: "
+                f"batch_growth: [[200_000, {2 * batch:_}]] makes updates of {2 * batch:,} from 200,000 tokens on."
+            )
+        if pair[0] <= last[0] or pair[1] <= last[1]:
+            raise ConfigError(
+                f"batch_growth goes from {last[1]:,} (at {last[0]:,} tokens) to {pair[1]:,} (at {pair[0]:,}); both "
+                "must rise. Give the pairs [TOKENS, BATCH] in order, beginning above global_batch_tokens."
+            )
+        last = list(pair)
 
 
 def _value_of(config: RunConfig, key: str) -> Any:

@@ -137,6 +137,7 @@ class TrainingSection:
     train_tokens: int | Literal["epoch"] = "epoch"
     epochs: float = 1.0  # passes over the data when train_tokens is epoch
     global_batch_tokens: int = 524_288
+    batch_growth: list[list[int]] = field(default_factory=list)  # [[TOKENS, BATCH], ...]: the batch from then on
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int | None = None  # None: as in training
     optim: Optim = "adamw"  # muon: torch.optim.Muon for hidden matrices, AdamW for embedding, head and norm gains

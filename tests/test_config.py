@@ -244,6 +244,15 @@ def test_negative_numbers_are_values_and_not_keys() -> None:
         (["--sources", "{name: a, path: b, max_documents: 0}"], "max_documents=0 of source 'a' must be above 0"),
         (["--epochs", "2", "--train_tokens", "1000"], "both say how long the run is"),
         (["--epochs", "0"], "epochs=0.0 must be above 0"),
+        (["--batch_growth", "200000", "1048576"], "batch_growth has [200000] in it; pairs [TOKENS, BATCH] are needed"),
+        (
+            ["--batch_growth", "[[200000, 524288]]"],
+            "from 524,288 (at 0 tokens) to 524,288 (at 200,000); both",
+        ),
+        (["--batch_growth", "[9, 1048576]", "[9, 2097152]"], "to 2,097,152 (at 9); both must rise"),
+        (["--batch_growth", "[[-1, 1048576]]"], "to 1,048,576 (at -1); both must rise"),
+        (["--batch_growth", "[[1, 2, 3]]"], "batch_growth has [1, 2, 3] in it"),
+        (["--batch_growth", "[[a, 2]]"], "batch_growth[0][0]='a' must be a whole number"),
     ],
 )
 def test_an_impossible_value_is_named_with_what_is_possible(arguments: list[str], told: str) -> None:

@@ -110,9 +110,9 @@ def test_a_preset_has_the_published_optimizer_settings(name: str, figures: Figur
 
 def test_micro_batches_of_the_presets_with_a_published_layout() -> None:
     plan = plan_of(load_config("llama-100m"))
-    assert (plan.gradient_accumulation_steps, plan.per_device_train_batch_size, plan.sequence_length) == (32, 8, 1_024)
+    assert (plan.accumulation_of(0), plan.per_device_train_batch_size, plan.sequence_length) == (32, 8, 1_024)
     plan = plan_of(load_config("llama-304m"))
-    assert (plan.gradient_accumulation_steps, plan.per_device_train_batch_size, plan.sequence_length) == (64, 4, 2_048)
+    assert (plan.accumulation_of(0), plan.per_device_train_batch_size, plan.sequence_length) == (64, 4, 2_048)
 
 
 @SHIPPED
@@ -125,7 +125,7 @@ def test_every_shipped_config_can_be_planned_and_outlasts_its_warmup(path: Path)
         plan = plan_of(config, world_size)
         assert plan.updates > config.training.warmup_steps
         assert 1 <= plan.last_update_tokens <= plan.global_batch_tokens
-        micro_steps = plan.gradient_accumulation_steps * plan.per_device_train_batch_size * world_size
+        micro_steps = plan.accumulation_of(0) * plan.per_device_train_batch_size * world_size
         assert micro_steps * plan.sequence_length == plan.global_batch_tokens
     assert shape_of(config).parameters > 1_000_000
     assert config.data.sources or config.data.conversations
@@ -217,8 +217,8 @@ def test_an_epoch_is_every_available_token_once() -> None:
 
 def test_more_processes_share_an_update_and_do_not_enlarge_it() -> None:
     one, four = plan_updates(10**6, 16_384, 256, 4, 1), plan_updates(10**6, 16_384, 256, 4, 4)
-    assert (one.windows_per_update, one.windows_per_process, one.gradient_accumulation_steps) == (64, 64, 16)
-    assert (four.windows_per_update, four.windows_per_process, four.gradient_accumulation_steps) == (64, 16, 4)
+    assert (one.windows_of(0), one.windows_of_process(0), one.accumulation_of(0)) == (64, 64, 16)
+    assert (four.windows_of(0), four.windows_of_process(0), four.accumulation_of(0)) == (64, 16, 4)
     assert one.updates == four.updates
 
 
@@ -229,7 +229,7 @@ def test_a_batch_that_is_no_whole_number_of_micro_steps_is_refused_with_the_near
     assert "global_batch_tokens=16,384" in message
     assert "6,144 tokens of one micro-step (12 rows x 256 tokens x 2 processes)" in message
     assert "Use 18,432" in message
-    assert plan_updates(10**6, 18_432, 256, 12, 2).gradient_accumulation_steps == 3
+    assert plan_updates(10**6, 18_432, 256, 12, 2).accumulation_of(0) == 3
 
 
 @pytest.mark.parametrize(("value", "expected"), [(1, 8), (11, 8), (12, 16), (16, 16), (1_000_001, 1_000_000)])

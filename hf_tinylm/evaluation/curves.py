@@ -52,8 +52,7 @@ def load_run(folder: Path, metric: str = "loss") -> MeasuredRun:
     data, model, training = (identity.get(name, {}) for name in ("data", "model", "training"))
     settings = {name: training[key] for key, name in _OF_OPTIMIZER.items() if key in training}
     run = RunFlops.of(ModelShape.from_model_config(model), int(data["sequence_length"]), **settings)
-    flops = run.per_token + run.per_update / int(training["global_batch_tokens"]) if run.per_update else run.per_token
-    curve = curve_of(str(folder), read_rows(folder / METRICS), flops, metric)
+    curve = curve_of(str(folder), read_rows(folder / METRICS), run, metric)
     if not len(curve.training) and not len(curve.validation):
         wanted = "update" if metric == "loss" else f"validation with {metric}"
         raise ConfigError(f"{folder / METRICS} holds no {wanted} yet. Give a run that has one (eval_steps).")

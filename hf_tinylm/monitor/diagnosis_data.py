@@ -57,8 +57,11 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def cliffs_at_epoch_borders(history: History) -> str | None:
-    """The loss falls from one side of the borders between epochs to the other, more than elsewhere."""
-    if not history.epoch_tokens or not history.batch_tokens:
+    """The loss falls from one side of the borders between epochs to the other, more than elsewhere.
+
+    Not judged where the batch grows: its noise falls too, and borders are not equally far apart.
+    """
+    if not history.epoch_tokens or not history.batch_tokens or history.batch_grows:
         return None
     every, losses = history.epoch_tokens / history.batch_tokens, history["loss"]
     width = max(8, round(every / 8))

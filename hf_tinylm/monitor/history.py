@@ -26,7 +26,8 @@ class History:
         evaluations: rows with an `eval_loss`.
         vocab_size: tokens that the model tells apart.
         updates: planned ones.
-        batch_tokens: targets of an update.
+        batch_tokens: targets of an update, of the newest where the batch grows.
+        batch_grows: not all updates so far are of one size.
         epoch_tokens: targets of one pass over the data.
         branched: the run began with weights of another one.
         conversations: it is a chat stage, whose test conversations are of another kind than those trained on.
@@ -41,6 +42,7 @@ class History:
     warmup: int = 0
     max_grad_norm: float | None = None
     batch_tokens: float | None = None
+    batch_grows: bool = False
     epoch_tokens: float | None = None
     branched: bool = False
     conversations: bool = False
@@ -76,6 +78,7 @@ def history_of(run: Run) -> History:
     training, data = run.fact("identity", "training"), run.fact("identity", "data")
     windows, length = number(data, "windows_per_epoch"), number(data, "sequence_length")
     model = run.fact("identity", "model")
+    batch = float(run.plan.batch_of(max(0, run.step - 1))) if run.plan else number(training, "global_batch_tokens")
     return History(
         {key: values[known] for key, values in columns.items()},
         run.evaluations,
@@ -84,7 +87,8 @@ def history_of(run: Run) -> History:
         updates=run.planned_updates,
         warmup=int(number(training, "warmup_steps") or 0),
         max_grad_norm=number(training, "max_grad_norm"),
-        batch_tokens=number(training, "global_batch_tokens"),
+        batch_tokens=batch,
+        batch_grows=batch != number(training, "global_batch_tokens"),
         epoch_tokens=None if windows is None or length is None else windows * length,
         branched=isinstance(training, dict) and training.get("init_from") is not None,
         conversations=bool(run.fact("identity", "data", "conversations_sha256")),

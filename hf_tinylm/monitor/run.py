@@ -11,6 +11,7 @@ import numpy as np
 from ..contract import DONE_FILE, EVENTS, MANIFEST, METRICS, MIRROR, RUN_FILE, list_checkpoints, step_of
 from ..errors import ConfigError
 from ..files import read_json
+from ..planning.updates import UpdatePlan, recorded_plan
 from .events import STARTS, clock
 from .follow import Follower, column, number
 from .hardware import HARDWARE
@@ -139,10 +140,18 @@ class Run:
     def planned_updates(self) -> float | None:
         """Updates of the whole run."""
         told = [number(event, "updates") for event in self.events if event.get("event") == "started"]
-        batch = number(self.fact("identity", "training"), "global_batch_tokens")
         if told and told[-1] is not None:
             return told[-1]
-        return -(-self.planned_tokens // batch) if self.planned_tokens and batch else None
+        return None if self.plan is None else float(self.plan.updates)
+
+    @property
+    def plan(self) -> UpdatePlan | None:
+        """How the budget is cut into updates; None when run.json does not say."""
+        training = self.fact("identity", "training")
+        known = self.planned_tokens and number(training, "global_batch_tokens")
+        growth = training.get("batch_growth", []) if known else []
+        whole = isinstance(growth, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in growth)
+        return recorded_plan(training) if known and whole else None
 
     @property
     def tokens(self) -> float:

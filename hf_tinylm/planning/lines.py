@@ -52,12 +52,18 @@ def _budget_lines(plan: dict[str, Any]) -> list[str]:
     each = f"each on {plan['num_processes']:,} process{'es' if plan['num_processes'] > 1 else ''}"
     accumulation = "" if steps is None else f", {steps:,} micro-batches {each}"
     usual = (plan["optim"], plan["lr_schedule"]) == ("adamw", "cosine")
+    grown = [
+        f"              from update {stage['from_update']:,} on of {stage['global_batch_tokens']:,} tokens: "
+        f"{stage['updates']:,} updates, {stage['gradient_accumulation_steps'] or 'no whole'} micro-batches each"
+        for stage in plan["stages"][1:]
+    ]
     stable = "" if plan["stable_updates"] is None else f": stable for {plan['stable_updates']:,} updates, then down"
     return [
         f"budget        {plan['train_tokens']:,} tokens{epochs}",
         f"              {plan['tokens_per_parameter']:.2f} per parameter; 20 (a fit of one regime, no law) would be "
         f"{plan['reference_tokens']:,}",
         f"updates       {plan['updates']:,} of {plan['global_batch_tokens']:,} tokens{accumulation}",
+        *grown,
         f"              the last one {plan['last_update_tokens']:,} tokens, its tail masked",
         *([] if usual else [f"rate          {plan['optim']}, {plan['lr_schedule']}{stable}"]),
         f"compute       {plan['total_flops']:.4g} FLOPs; {plan['total_flops_with_attention']:.4g} with attention",

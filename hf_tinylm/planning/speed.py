@@ -56,7 +56,11 @@ def speed(
 ) -> dict[str, Any]:
     length = config.data.sequence_length
     flops = RunFlops.of(shape, length, config.training.optim, config.training.muon_ns_steps)
-    flops_per_token = flops.per_token + flops.per_update // config.training.global_batch_tokens
+    flops_per_token = flops.per_token + (
+        flops.per_update // config.training.global_batch_tokens
+        if updates is None
+        else flops.per_update * updates.updates // updates.full_tokens
+    )
     claims, origin, peak = _claims(config, asked, shape, notices)
     hours = None if updates is None else training_hours(claims, updates.train_tokens, flops_per_token)
     price = claims.price_per_hour

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from ..config import nearest_multiple
+from ..config import check_growth, nearest_multiple
 from ..errors import ConfigError
 from ..sections import TrainingSection
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Updates of one size: the zero-based first of them, the targets of the run before it, the targets of each."""
+
+    first_update: int
+    tokens_before: int
+    batch_tokens: int
+
+
+@dataclass(frozen=True)
 class UpdatePlan:
     """How a token budget is cut into updates. All counts are supervised targets unless they say windows or rows.
+
+    An update has the size of the stage that it begins in: `global_batch_tokens` at first, and that of each pair
+    (targets, size) of `batch_growth` from the first update on that begins at or after so many targets. Micro-batches
+    stay as large as they are; a larger update has more of them. Windows are counted on through the whole run, each
+    update taking up where the one before it ended.
 
     Windows of conversations also hold positions without a target; there every count is of positions, and
     `masked_tokens` of the run's positions have none.
@@ -23,49 +42,84 @@ class UpdatePlan:
     per_device_train_batch_size: int
     world_size: int
     masked_tokens: int = 0
+    batch_growth: tuple[tuple[int, int], ...] = ()
 
     @property
     def supervised_tokens(self) -> int:
         """Targets of the whole run."""
         return self.train_tokens - self.masked_tokens
 
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages that hold an update of the run, in order; one when the batch does not grow."""
+        found = [Stage(0, 0, self.global_batch_tokens)]
+        for point, batch in self.batch_growth:
+            last = found[-1]
+            updates = max(0, -(-(point - last.tokens_before) // last.batch_tokens))
+            before = last.tokens_before + updates * last.batch_tokens
+            if before >= self.train_tokens:
+                break
+            if not updates:  # an update of an earlier stage went beyond this point as well
+                found.pop()
+            found.append(Stage(last.first_update + updates, before, batch))
+        return tuple(found)
+
+    def stage_of(self, update: int) -> Stage:
+        """The stage of the zero-based update."""
+        return self.stages[bisect_right(self.stages, update, key=lambda stage: stage.first_update) - 1]
+
     @property
     def updates(self) -> int:
         """Updates of the run; the last may be partial, so the budget is spent to the token."""
-        return -(-self.train_tokens // self.global_batch_tokens)
+        last = self.stages[-1]
+        return last.first_update - (last.tokens_before - self.train_tokens) // last.batch_tokens
 
     @property
     def last_update_tokens(self) -> int:
-        """Targets of the last update, 1 to `global_batch_tokens`."""
-        return self.train_tokens - (self.updates - 1) * self.global_batch_tokens
+        """Targets of the last update, 1 to `batch_of(updates - 1)`."""
+        return self.train_tokens - self._tokens_taken(self.updates - 1)
 
     @property
-    def windows_per_update(self) -> int:
-        """Windows of one update over all processes."""
-        return self.global_batch_tokens // self.sequence_length
+    def full_tokens(self) -> int:
+        """Targets of the run's updates if the last were not cut off."""
+        return self._tokens_taken(self.updates)
 
-    @property
-    def windows_per_process(self) -> int:
-        """Windows of one update on one process."""
-        return self.windows_per_update // self.world_size
+    def batch_of(self, update: int) -> int:
+        """Targets of the zero-based update if it is not the last one's cut off part."""
+        return self.stage_of(update).batch_tokens
 
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one update on one process."""
-        return self.windows_per_process // self.per_device_train_batch_size
+    def windows_of(self, update: int) -> int:
+        """Windows of the zero-based update over all processes."""
+        return self.batch_of(update) // self.sequence_length
+
+    def windows_of_process(self, update: int) -> int:
+        """Windows of the zero-based update on one process."""
+        return self.windows_of(update) // self.world_size
+
+    def accumulation_of(self, update: int) -> int:
+        """Micro-batches of the zero-based update on one process."""
+        return self.windows_of_process(update) // self.per_device_train_batch_size
+
+    def windows_before(self, update: int) -> int:
+        """Windows of all updates before the zero-based update: the number of its first one."""
+        return self._tokens_taken(update) // self.sequence_length
 
     def tokens_of_update(self, update: int) -> int:
         """Targets of the zero-based update."""
-        return self.last_update_tokens if update == self.updates - 1 else self.global_batch_tokens
+        return self.last_update_tokens if update == self.updates - 1 else self.batch_of(update)
 
     def tokens_of_process(self, update: int, process: int) -> int:
         """Those of them that are in the windows of a process: the last update may leave the later ones without any."""
-        share = self.windows_per_process * self.sequence_length
+        share = self.windows_of_process(update) * self.sequence_length
         return min(max(self.tokens_of_update(update) - process * share, 0), share)
 
     def tokens_before(self, update: int) -> int:
         """Targets of all updates before the zero-based update."""
-        return min(update * self.global_batch_tokens, self.train_tokens)
+        return min(self._tokens_taken(update), self.train_tokens)
+
+    def _tokens_taken(self, update: int) -> int:
+        stage = self.stage_of(update)
+        return stage.tokens_before + (update - stage.first_update) * stage.batch_tokens
 
 
 def stable_updates(updates: int, decay_fraction: float) -> int:
@@ -74,27 +128,55 @@ def stable_updates(updates: int, decay_fraction: float) -> int:
 
 
 def plan_updates(
-    train_tokens: int, global_batch_tokens: int, sequence_length: int, per_device_train_batch_size: int, world_size: int
+    train_tokens: int,
+    global_batch_tokens: int,
+    sequence_length: int,
+    per_device_train_batch_size: int,
+    world_size: int,
+    batch_growth: Sequence[Sequence[int]] = (),
 ) -> UpdatePlan:
     """Cut a budget into updates, windows and micro-batches.
 
     Raises:
-        ConfigError: there is no token to train on, or the batch is not a whole number of micro-steps.
+        ConfigError: there is no token to train on, or a batch is not a whole number of micro-steps.
     """
     if train_tokens < 1:
         raise ConfigError(
             f"train_tokens={train_tokens:,} is nothing to train on; 1 or more are needed. "
             "Give more text, or a shorter sequence_length."
         )
-    micro = per_device_train_batch_size * sequence_length * world_size
-    if global_batch_tokens % micro:
-        nearest = nearest_multiple(global_batch_tokens, micro)
+    shares = (per_device_train_batch_size, sequence_length, world_size)
+    micro = math.prod(shares)
+    check_growth(global_batch_tokens, batch_growth)
+    growth = tuple((int(point), int(batch)) for point, batch in batch_growth)
+    _check_batch("global_batch_tokens=", global_batch_tokens, [nearest_multiple(global_batch_tokens, micro)], shares)
+    before = global_batch_tokens
+    for point, batch in growth:
+        below = batch // micro * micro
+        legal = [size for size in (below, below + micro) if size > before]
+        _check_batch(f"batch_growth from {point:,} tokens on: ", batch, legal, shares)
+        before = batch
+    return UpdatePlan(
+        train_tokens, global_batch_tokens, sequence_length, per_device_train_batch_size, world_size, batch_growth=growth
+    )
+
+
+def _check_batch(key: str, batch: int, legal: Sequence[int], shares: tuple[int, int, int]) -> None:
+    """Refuse a batch that rows x tokens x processes do not divide, naming what they do divide."""
+    if batch % math.prod(shares):
+        rows, length, processes = shares
         raise ConfigError(
-            f"global_batch_tokens={global_batch_tokens:,} is not a multiple of the {micro:,} tokens of one micro-step "
-            f"({per_device_train_batch_size} rows x {sequence_length} tokens x {world_size} processes). "
-            f"Use {nearest:,}, or change per_device_train_batch_size."
+            f"{key}{batch:,} is not a multiple of the {math.prod(shares):,} tokens of one micro-step "
+            f"({rows} rows x {length} tokens x {processes} processes). "
+            f"Use {' or '.join(f'{size:,}' for size in legal)}, or change per_device_train_batch_size."
         )
-    return UpdatePlan(train_tokens, global_batch_tokens, sequence_length, per_device_train_batch_size, world_size)
+
+
+def recorded_plan(training: Mapping[str, Any]) -> UpdatePlan:
+    """The plan of the run whose contract has these `training` settings; they do not tell windows: T and rows are 1."""
+    growth = tuple((int(point), int(batch)) for point, batch in training.get("batch_growth") or ())
+    tokens, batch = int(training["train_tokens"]), int(training["global_batch_tokens"])
+    return UpdatePlan(tokens, batch, 1, 1, 1, batch_growth=growth)
 
 
 def plan_of_config(
@@ -103,6 +185,5 @@ def plan_of_config(
     """The plan of a configured run; `train_tokens: epoch` means each of `available_tokens` `epochs` times."""
     epoch = training.train_tokens == "epoch"
     budget = round(training.epochs * available_tokens) if epoch else int(training.train_tokens)
-    return plan_updates(
-        budget, training.global_batch_tokens, sequence_length, training.per_device_train_batch_size, world_size
-    )
+    rows, batch = training.per_device_train_batch_size, training.global_batch_tokens
+    return plan_updates(budget, batch, sequence_length, rows, world_size, training.batch_growth)

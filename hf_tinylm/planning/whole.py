@@ -17,7 +17,7 @@ from .optimizer import checkpoint_bytes, optimizer_flops
 from .pack_facts import PackFacts, pack_facts
 from .shape import ModelShape, export_bytes, uniform_loss
 from .speed import Assumptions, named_device, speed
-from .updates import UpdatePlan, plan_updates, stable_updates
+from .updates import UpdatePlan, plan_updates, recorded_plan, stable_updates
 
 TOKENS_PER_PARAMETER = 20  # a fit of one regime, arXiv 2203.15556: a line to compare with, no law
 
@@ -86,12 +86,13 @@ def _updates(config: RunConfig, asked: Assumptions, pack: PackFacts, problems: l
         budget = round(training.epochs * (pack.targets or 0))
     rows, batch = training.per_device_train_batch_size, training.global_batch_tokens
     try:
-        plan = plan_updates(int(budget), batch, length, rows, asked.num_processes)
+        plan = plan_updates(int(budget), batch, length, rows, asked.num_processes, training.batch_growth)
     except ConfigError as error:
         problems.append(str(error))
         if not budget:
             return None
-        plan = UpdatePlan(int(budget), batch, length, rows, asked.num_processes)
+        growth = tuple((point, size) for point, size in training.batch_growth)
+        plan = UpdatePlan(int(budget), batch, length, rows, asked.num_processes, batch_growth=growth)
     if training.warmup_steps >= plan.updates:
         problems.append(
             f"warmup_steps={training.warmup_steps:,} leaves no update of this run's {plan.updates:,}. "
@@ -141,6 +142,7 @@ def _budget(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pa
         "full_updates": None,
         "tokens_of_full_updates": None,
         "gradient_accumulation_steps": None,
+        "stages": None,
         "tokens_per_parameter": None,
         "reference_tokens": reference,
         "reference_flops": 6 * shape.parameters * reference,
@@ -166,15 +168,29 @@ def _budget(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pa
         "train_tokens": tokens,
         "updates": updates.updates,
         "last_update_tokens": updates.last_update_tokens,
-        "full_updates": tokens // batch,
-        "tokens_of_full_updates": updates.updates * batch,
-        "gradient_accumulation_steps": None if batch % micro else updates.gradient_accumulation_steps,
+        "full_updates": updates.updates - (tokens < updates.full_tokens),
+        "tokens_of_full_updates": updates.full_tokens,
+        "gradient_accumulation_steps": None if batch % micro else updates.accumulation_of(0),
+        "stages": [_stage(updates, number, micro) for number in range(len(updates.stages))],
         "tokens_per_parameter": tokens / shape.parameters,
         "total_flops": tokens * shape.flops_per_token(),
         "total_flops_with_attention": tokens * shape.flops_per_token_with_attention(length),
         "total_flops_causal": tokens * shape.flops_per_token_causal(length),
         "optimizer_flops": updates.updates * found["optimizer_flops_per_update"],
         "epochs": tokens / pack.targets if pack.targets else None,
+    }
+
+
+def _stage(updates: UpdatePlan, number: int, micro: int) -> dict[str, Any]:
+    """One size of the batch: `from_update` counts from 1, as rows of metrics.jsonl do."""
+    stage = updates.stages[number]
+    after = updates.stages[number + 1].first_update if number + 1 < len(updates.stages) else updates.updates
+    return {
+        "from_tokens": stage.tokens_before,
+        "from_update": stage.first_update + 1,
+        "updates": after - stage.first_update,
+        "global_batch_tokens": stage.batch_tokens,
+        "gradient_accumulation_steps": None if stage.batch_tokens % micro else stage.batch_tokens // micro,
     }
 
 
@@ -270,7 +286,7 @@ def _scaled(parameters: int, config: RunConfig, flops_per_second: float | None) 
     return {
         "parameters": parameters,
         "tokens": tokens,
-        "updates": -(-tokens // config.training.global_batch_tokens),
+        "updates": recorded_plan({**vars(config.training), "train_tokens": tokens}).updates,
         "total_flops": flops,
         "hours": None if flops_per_second is None else flops / flops_per_second / 3600,
         "checkpoint_bytes": 12 * parameters,

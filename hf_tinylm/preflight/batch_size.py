@@ -6,6 +6,7 @@ Each size is tried in a process of its own, since running out of memory may kill
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -61,15 +62,18 @@ class BatchSearch:
 
 
 def sizes_of(config: RunConfig, num_processes: int, max_rows: int | None = None) -> list[int]:
-    """Rows that make an update a whole number of micro-batches on every process, ascending.
+    """Rows that make every update a whole number of micro-batches on every process, ascending.
 
     Raises:
         ConfigError: the update cannot be shared among so many processes, or no size is small enough.
     """
-    windows, rest = divmod(config.training.global_batch_tokens, config.data.sequence_length * num_processes)
+    batch = math.gcd(config.training.global_batch_tokens, *(size for _, size in config.training.batch_growth))
+    windows, rest = divmod(batch, config.data.sequence_length * num_processes)
     if rest or not windows:
+        what = "greatest common divisor of global_batch_tokens and batch_growth"
+        what = what if config.training.batch_growth else "global_batch_tokens"
         raise ConfigError(
-            f"global_batch_tokens={config.training.global_batch_tokens:,} is no whole number of windows of "
+            f"{what}={batch:,} is no whole number of windows of "
             f"{config.data.sequence_length:,} tokens on each of {num_processes} processes. Change one of them."
         )
     sizes = [rows for rows in range(1, windows + 1) if windows % rows == 0 and rows <= (max_rows or windows)]

@@ -78,6 +78,7 @@ def main() -> int:
     micro = rows * config.data.sequence_length
     training.per_device_train_batch_size = rows
     training.global_batch_tokens = micro * min(_MICRO_BATCHES, max(1, training.global_batch_tokens // micro))
+    training.batch_growth = []
     training.train_tokens = 10**6 * training.global_batch_tokens  # the watch ends it
     training.torch_compile = training.torch_compile is True  # it needs less memory, and takes a minute of each trial
     training.output_dir, training.report_to, training.warmup_steps = request["output_dir"], [], 0

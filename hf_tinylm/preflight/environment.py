@@ -114,7 +114,7 @@ def windows(subject: Subject) -> Finding:
     found = gathered(subject.trainer.accelerator, (own.tolist(), [len(update) for update in updates], plan.updates))
     taken = sorted(k for ks, _, _ in found for k in ks)
     equal = all(one[1:] == found[0][1:] for one in found)
-    wanted = number * plan.windows_per_update
+    wanted = plan.windows_before(number)
     each_once = taken == list(range(wanted))
     value = f"{len(set(taken)):,} different of {len(taken):,} windows in {number} updates"
     value += "" if equal else f"; updates of each process {[one[2] for one in found]}"
@@ -185,7 +185,7 @@ def probe_run(subject: Subject, name: str, **settings: Any) -> LMTrainer:
         **dict.fromkeys(
             ("init_from", "milestone_steps", "save_minutes", "stop_after_updates", "max_hours", "max_cost")
         ),
-        **{"mirror_dir": None, "resume_from_checkpoint": None},
+        **{"batch_growth": [], "mirror_dir": None, "resume_from_checkpoint": None},
     }
     for key, value in {**fields, **settings}.items():
         setattr(args, key, value)

@@ -111,6 +111,7 @@ class LMTrainingArguments(TrainingArguments):
     """
 
     global_batch_tokens: int = 524_288
+    batch_growth: list[list[int]] = dataclasses.field(default_factory=list)
     train_tokens: int | Literal["epoch"] = "epoch"
     epochs: float = 1.0
     optim: Optim = "adamw"
@@ -222,7 +223,9 @@ def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:
         budget = round(args.epochs * (len(train_dataset) * length))
     else:
         budget = positions_of(int(args.train_tokens))
-    plan = plan_updates(budget, args.global_batch_tokens, length, args.per_device_train_batch_size, args.world_size)
+    growth = [(positions_of(point), batch) for point, batch in args.batch_growth]
+    rows, batch = args.per_device_train_batch_size, args.global_batch_tokens
+    plan = plan_updates(budget, batch, length, rows, args.world_size, growth)
     masked = budget - getattr(train_dataset, "targets_of", int)(budget)
     return dataclasses.replace(plan, masked_tokens=masked)
 
@@ -275,6 +278,7 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
         "output_dir": training.output_dir,
         "train_tokens": training.train_tokens,
         "global_batch_tokens": training.global_batch_tokens,
+        "batch_growth": training.batch_growth,
         "per_device_train_batch_size": training.per_device_train_batch_size,
         "per_device_eval_batch_size": training.per_device_eval_batch_size or training.per_device_train_batch_size,
         "bf16": precision == "bf16",

@@ -18,17 +18,17 @@ def micro_batches(
     """One process's micro-batches of the zero-based update; targets beyond the token budget are masked.
 
     Args:
-        skipped: batches of windows that earlier updates passed over.
+        skipped: windows that earlier updates passed over.
         with_sources: add the source of each target.
     """
     rows, batches = plan.per_device_train_batch_size, []
-    left = plan.tokens_of_update(number)
-    for micro in range(plan.gradient_accumulation_steps):
-        first = process * plan.windows_per_process + micro * rows
+    left, first_window = plan.tokens_of_update(number), plan.windows_before(number) + skipped
+    for micro in range(plan.accumulation_of(number)):
+        first = process * plan.windows_of_process(number) + micro * rows
         within = np.arange(first, first + rows)  # places in the update, the same however many processes share it
-        windows = (number + skipped) * plan.windows_per_update + within
+        windows = first_window + within
         batch: dict[str, torch.Tensor] = dataset.batch(windows)
-        if left < plan.global_batch_tokens:
+        if left < plan.batch_of(number):
             places = within[:, None] * plan.sequence_length + np.arange(plan.sequence_length)[None, :]
             batch["shift_labels"] = batch["shift_labels"].masked_fill(torch.from_numpy(places >= left), IGNORE_INDEX)
         if with_sources:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..files import atomic_file
+from ..planning.optimizer import RunFlops
 
 Axis = Literal["tokens", "flops", "hours"]
 AXES: tuple[Axis, ...] = ("tokens", "flops", "hours")
@@ -44,11 +45,11 @@ class Curve:
     validation: Points
 
 
-def curve_of(name: str, rows: Sequence[dict[str, Any]], flops_per_token: float = 0.0, metric: str = "loss") -> Curve:
+def curve_of(name: str, rows: Sequence[dict[str, Any]], flops: RunFlops | None = None, metric: str = "loss") -> Curve:
     """The curves that the rows of a metrics.jsonl hold.
 
     Args:
-        flops_per_token: of training; FLOPs count the updates that the run consists of, not those thrown away.
+        flops: of training, none if not given; they count the updates that the run consists of, not those thrown away.
         metric: `loss` in nats per token, or `bits_per_byte`, which is measured in validation only.
     """
     updates = [row for row in rows if row.get("loss") is not None]
@@ -58,15 +59,16 @@ def curve_of(name: str, rows: Sequence[dict[str, Any]], flops_per_token: float =
     trained = updates if metric == "loss" else []
     return Curve(
         name,
-        _points(trained, [row["loss"] for row in trained], flops_per_token),
-        _points([of_step[row["step"]] for row in scored], [row[key] for row in scored], flops_per_token),
+        _points(trained, [row["loss"] for row in trained], flops),
+        _points([of_step[row["step"]] for row in scored], [row[key] for row in scored], flops),
     )
 
 
-def _points(updates: Sequence[dict[str, Any]], values: Sequence[float], flops_per_token: float) -> Points:
+def _points(updates: Sequence[dict[str, Any]], values: Sequence[float], flops: RunFlops | None) -> Points:
+    computed = [0 if flops is None else flops(row["step"], row["supervised_tokens"]) for row in updates]
     tokens = np.array([row["supervised_tokens"] for row in updates], dtype=np.float64)
     hours = np.array([row["wall_seconds"] for row in updates], dtype=np.float64) / 3600
-    return Points(tokens, tokens * flops_per_token, hours, np.array(values, dtype=np.float64))
+    return Points(tokens, np.array(computed, dtype=np.float64), hours, np.array(values, dtype=np.float64))
 
 
 def thin(xs: np.ndarray, ys: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:

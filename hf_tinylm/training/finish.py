@@ -21,7 +21,7 @@ def run_summary(trainer: LMTrainer) -> dict[str, str]:
         "parameters": f"{shape.parameters:,}",
         "context": f"{trainer.model.config.max_position_embeddings:,} tokens",
         "training tokens (supervised)": f"{trainer.supervised_tokens:,}",
-        "updates": f"{trainer.state.global_step:,} of {trainer.plan.global_batch_tokens:,} tokens",
+        "updates": f"{trainer.state.global_step:,} of {_sizes(trainer)} tokens",
         "passes over the training windows": f"{trainer.state.epoch or 0:.3f}",
         **_cost(trainer),
     }
@@ -32,6 +32,12 @@ def run_summary(trainer: LMTrainer) -> dict[str, str]:
         if "bits_per_byte" in last:
             found["validation bits per byte"] = f"{last['bits_per_byte']:.4f}"
     return found
+
+
+def _sizes(trainer: LMTrainer) -> str:
+    first, last = trainer.plan.stages[0], trainer.plan.stages[-1]
+    sizes = dict.fromkeys((first.batch_tokens, last.batch_tokens))
+    return " to ".join(f"{size:,}" for size in sizes)
 
 
 def last_evaluation(trainer: LMTrainer) -> dict[str, Any] | None:

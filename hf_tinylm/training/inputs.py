@@ -17,7 +17,7 @@ WINDOWS_OF_AN_UPDATE = 8
 
 
 def input_facts(train: Any, evaluation: Any, plan: UpdatePlan, eval_tokens: int, tokenizer: Any) -> dict[str, Any]:
-    """Windows of the first, the middle and the last update, and all that are evaluated, as run.json keeps them.
+    """Windows of chosen updates (first of each size, middle, last) and all that are evaluated, as run.json keeps them.
 
     Args:
         train: windows with `batch(ks)`; so is `evaluation`, which may be None.
@@ -27,15 +27,15 @@ def input_facts(train: Any, evaluation: Any, plan: UpdatePlan, eval_tokens: int,
         `updates` (each with `update`, zero-based, its first `windows`, `ids_sha256` and `text_sha256`), and
         `evaluation` with `windows` and `ids_sha256`. An update that `nonfinite: skip` passed over moves later ones on.
     """
-    chosen = sorted({0, plan.updates // 2, plan.updates - 1})
+    chosen = sorted({stage.first_update for stage in plan.stages} | {plan.updates // 2, plan.updates - 1})
     updates = [windows_of_update(train, plan, update, tokenizer) for update in chosen]
     return {"updates": updates, "evaluation": None if evaluation is None else evaluated(evaluation, eval_tokens)}
 
 
 def windows_of_update(train: Any, plan: UpdatePlan, update: int, tokenizer: Any) -> dict[str, Any]:
     """The first windows of an update: their numbers, and hashes of their ids and of the text that they decode to."""
-    first = update * plan.windows_per_update
-    windows = list(range(first, first + min(WINDOWS_OF_AN_UPDATE, plan.windows_per_update)))
+    first = plan.windows_before(update)
+    windows = list(range(first, first + min(WINDOWS_OF_AN_UPDATE, plan.windows_of(update))))
     return {"update": update, **hashed_windows(train, windows, tokenizer)}
 
 

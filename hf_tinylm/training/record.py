@@ -174,6 +174,7 @@ class RunRecord:
             "training": {name: getattr(args, name) for name in IDENTITY_ARGUMENTS}
             | {name: value for name in ADDED_ARGUMENTS if (value := getattr(args, name)) != getattr(type(args), name)}
             | {"train_tokens": plan.supervised_tokens, "global_batch_tokens": plan.global_batch_tokens}
+            | ({"batch_growth": [list(pair) for pair in args.batch_growth]} if args.batch_growth else {})
             | {"init_from": self._lineage(known, "init_from", args.init_from, args.init_optimizer)}
             | (
                 {"branch_from": self._lineage(known, "branch_from", args.branch_from, True)} if args.branch_from else {}
@@ -278,7 +279,7 @@ class RunRecord:
             "epoch": trainer.state.epoch,
             "supervised_tokens": trainer.supervised_tokens,
             "skipped_batches": trainer.skipped_batches,
-            "next_window": (step + trainer.skipped_batches) * trainer.plan.windows_per_update,
+            "next_window": trainer.plan.windows_before(step) + trainer.skipped_windows,
             "evaluation_due": evaluation_due,
             "eval_loss": eval_loss,
             "best_metric": trainer.state.best_metric,
@@ -322,6 +323,7 @@ class RunRecord:
         trainer.state.best_global_step = state["best_global_step"]
         trainer.supervised_tokens = int(state["supervised_tokens"])
         trainer.skipped_batches = int(state["skipped_batches"])
+        trainer.skipped_windows = int(state["next_window"]) - trainer.plan.windows_before(snapshot.step)
         trainer.evaluation_due = bool(state["evaluation_due"])
         if trainer.scaler is not None and state["scaler"]:
             trainer.scaler.load_state_dict(state["scaler"])

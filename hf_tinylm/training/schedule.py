@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from ..planning.updates import stable_updates
+from ..planning.updates import recorded_plan, stable_updates
 from ..sections import DecayShape, LRSchedule
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ def schedule_of(args: LMTrainingArguments, updates: int) -> Schedule:
 
 def recorded_schedule(training: dict[str, Any]) -> Schedule:
     """The schedule of the run whose contract has these `training` settings; those that it lacks have their default."""
-    updates = -(-training["train_tokens"] // training["global_batch_tokens"])
     names = ("learning_rate", "min_lr_ratio", "warmup_steps")
+    updates = recorded_plan(training).updates
     course = {name: training[name] for name in ("decay_fraction", "decay_shape") if name in training}
     kind = training.get("lr_schedule", "cosine")
     return Schedule(**{name: training[name] for name in names}, updates=updates, kind=kind, **course)

@@ -115,7 +115,8 @@ class LMTrainer(Trainer):
             self.add_callback(ProgressBar())
         self.expected_tokens_per_second: float | None = None  # as preflight measured it
         self.supervised_tokens = 0
-        self.skipped_batches = 0  # batches of windows passed over because their loss was not finite
+        self.skipped_batches = 0  # updates' windows passed over because their loss was not finite
+        self.skipped_windows = 0  # and how many windows those are
         self.evaluation_due = False  # the present update is still to be evaluated
         self.ended = False  # a callback ended the run at the checkpoint that is resumed
         self.random_state: dict[str, torch.Tensor] | None = None  # of the checkpoint that is resumed
@@ -166,7 +167,7 @@ class LMTrainer(Trainer):
     def get_train_dataloader(self) -> Iterator[list[dict[str, torch.Tensor]]]:  # type: ignore[override]
         """This process's micro-batches (`input_ids`, `shift_labels`), on the host, of each update that is left."""
         updates = range(self.state.global_step, self.plan.updates)
-        return (self._batches_of(number, self.skipped_batches) for number in updates)
+        return (self._batches_of(number, self.skipped_windows) for number in updates)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -220,7 +221,7 @@ class LMTrainer(Trainer):
         see = self.noise.see_first
         updates = Update(self.accelerator, model, self.optimizer, norm, self.scaler, sources, see, rows)
         if (processes > 1 and device != "xla") or self.args.torch_compile:
-            updates.warm_up(self._batches_of(start, self.skipped_batches)[0])
+            updates.warm_up(self._batches_of(start, self.skipped_windows)[0])
         set_seed(self.args.seed, device_specific=True)
         if resumed and self.random_state is not None:
             restore_random(self.random_state)
@@ -235,9 +236,9 @@ class LMTrainer(Trainer):
         losses = 0.0
         while self.state.global_step < self.plan.updates and not self.control.should_training_stop:
             with clocks.measure("data_seconds"):
-                batches = self.batches(self.state.global_step, self.skipped_batches)
+                batches = self.batches(self.state.global_step, self.skipped_windows)
             if self.state.global_step + 1 < self.plan.updates:
-                self.batches.ahead(self.state.global_step + 1, self.skipped_batches)
+                self.batches.ahead(self.state.global_step + 1, self.skipped_windows)
             losses += self._one_update(batches, updates, time.monotonic(), self.state.global_step - start)
         self.record.close()
         self._end_if_asked(self.state.global_step - start)
@@ -345,9 +346,9 @@ class LMTrainer(Trainer):
 
     def _pass_over(self, number: int, result: UpdateResult, batches: list[dict[str, torch.Tensor]]) -> None:
         """Record an update that was not applied, and stop the run unless it may be skipped."""
-        first = (number + self.skipped_batches) * self.plan.windows_per_update
+        first, taken = self.plan.windows_before(number) + self.skipped_windows, self.plan.windows_of(number)
         rows = self.plan.per_device_train_batch_size
-        own = first + self.accelerator.process_index * self.plan.windows_per_process
+        own = first + self.accelerator.process_index * self.plan.windows_of_process(number)
         windows = [own + batch * rows + row for batch in result.bad_batches for row in range(rows)]
         facts = describe_failure(self.accelerator, windows, batches, result, self.processing_class)
         skip = self.args.nonfinite == "skip" and self.skipped_batches < self.args.nonfinite_limit
@@ -356,8 +357,9 @@ class LMTrainer(Trainer):
         self.record.events.add("nonfinite", number, action="skipped" if skip else "stopped", **facts, places=places)
         if skip:
             self.skipped_batches += 1
+            self.skipped_windows += taken
             return
-        last = first + self.plan.windows_per_update - 1
+        last = first + taken - 1
         where = ", ".join(f"{window:,}" for window in facts["windows"][:8]) or f"{first:,} to {last:,}"
         good = self.record.last_checkpoint()
         raise TrainingError(
@@ -372,7 +374,7 @@ class LMTrainer(Trainer):
         rate = self.schedule(self.state.global_step)
         self.state.global_step += 1
         self.supervised_tokens += result.targets
-        self.state.epoch = self.state.global_step * plan.windows_per_update / len(self.train_dataset)
+        self.state.epoch = plan.windows_before(self.state.global_step) / len(self.train_dataset)
         flops = self.flops.per_token
         clocks.training_seconds += seconds
         clocks.flops += self.flops(1, result.targets)
@@ -397,7 +399,7 @@ class LMTrainer(Trainer):
         self.record.metrics.append(self._row | parts)
 
     def _batches_of(self, number: int, skipped: int) -> list[dict[str, torch.Tensor]]:
-        """This process's micro-batches of the zero-based update, after `skipped` batches that were passed over."""
+        """This process's micro-batches of the zero-based update, after `skipped` windows that were passed over."""
         process, sources = self.accelerator.process_index, bool(self.sources)
         batches = micro_batches(self.train_dataset, self.plan, process, number, skipped, sources)
         if self.args.device.type == "cuda":  # only from there is a copy to the device not waited for

@@ -1,9 +1,10 @@
-"""The plan command as a function."""
+"""The plan command as a function, and the least that it plans."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,3 +25,11 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
         return found
 
     return run
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> str:
+    """A configuration without sources, shards, tokenizer or output folder."""
+    path = tmp_path / "bare.yaml"
+    path.write_text("training: {global_batch_tokens: 8192, train_tokens: 100_000}\ndata: {sequence_length: 256}\n")
+    return str(path)

@@ -23,7 +23,6 @@ from hf_tinylm.planning.disk import targets_of
 from hf_tinylm.planning.quantities import count, quantity
 
 Plan = Callable[..., dict[str, Any]]
-BARE = "training: {global_batch_tokens: 8192, train_tokens: 100_000}\ndata: {sequence_length: 256}\n"
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -33,14 +32,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert printed.out == ""
     (line,) = printed.err.splitlines()
     return line.removeprefix("error: ")
-
-
-@pytest.fixture
-def bare(tmp_path: Path) -> str:
-    """A configuration without sources, shards, tokenizer or output folder."""
-    path = tmp_path / "bare.yaml"
-    path.write_text(BARE)
-    return str(path)
 
 
 def test_planning_needs_no_torch_and_no_pack() -> None:

@@ -52,6 +52,14 @@ def test_the_largest_that_fits_and_the_fastest_are_found_among_the_possible_size
     assert f"largest that fits: {found.largest}; fastest: {best}" in found.lines()[-1]
 
 
+def test_sizes_divide_every_batch_of_a_run_whose_batch_grows() -> None:
+    """8 windows, then 12, on two processes: 4 and 6 each."""
+    settings = ["--sequence_length", "32", "--global_batch_tokens", "256", "--batch_growth", "[[1000, 384]]"]
+    assert sizes_of(load_config(None, settings), 2) == [1, 2]
+    with pytest.raises(ConfigError, match=r"divisor of global_batch_tokens and batch_growth=128 is no whole number"):
+        sizes_of(load_config(None, settings), 3)
+
+
 def test_a_device_that_holds_not_even_one_row_is_an_error_that_says_what_to_change() -> None:
     attempt, _ = device(0, 1)
     with pytest.raises(TrainingError, match=r"Not even 1 row.*out of memory.*gradient_checkpointing"):

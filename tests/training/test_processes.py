@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from hf_tinylm.training.metrics import read_rows
+
 # Run by every process of a launch; one launch runs all cases of a test, because importing torch is slow.
 DRIVER = """
 import json, os, shutil, sys
@@ -140,6 +142,8 @@ def test_two_processes_with_unequal_targets_equal_one(tmp_path: Path) -> None:
         "result['sources'] = row.get('loss_by_source')\n"
         "torch.Tensor.bfloat16 = torch.Tensor.float  # Muon's; in 8 bits, sums in another order show\n"
         "train('muon', dropout=0.0, train_tokens=18 * T, optim='muon', eval_strategy='no')\n"
+        "train('grown', sgd=True, learning_rate=0.5, dropout=0.0, train_tokens=30 * T - 5, eval_strategy='no',\n"
+        "      batch_growth=[[12 * T, 24 * T]], max_grad_norm=0.0)\n"
     )
     found = []
     for processes in (1, 2):
@@ -150,6 +154,10 @@ def test_two_processes_with_unequal_targets_equal_one(tmp_path: Path) -> None:
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-6
     one, two = (load_file(tmp_path / n / "muon" / "checkpoint-00000003" / "model.safetensors") for n in ("1", "2"))
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 5e-6
+    one, two = (load_file(tmp_path / n / "grown" / "checkpoint-00000003" / "model.safetensors") for n in ("1", "2"))
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-6
+    one, two = (read_rows(tmp_path / n / "grown" / "metrics.jsonl") for n in ("1", "2"))
+    assert [row["supervised_tokens"] for row in one] == [row["supervised_tokens"] for row in two]
     targets = [k * 7919 % 32 + 1 for k in range(6)]
     assert found[0]["targets"] == found[1]["targets"] == sum(targets)
     assert sum(targets[:3]) != sum(targets[3:])

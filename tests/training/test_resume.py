@@ -35,13 +35,15 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key not in clocks} for row in rows]
 
 
+# One update of 256 positions, 8 of 512, 3 of 768, the last cut off: the run is stopped at both growth points too.
+GROWTH = {"batch_growth": [[256, 512], [4_300, 768]], "train_tokens": 256 + 8 * 512 + 3 * 768 - 51}
 MUON = {"optim": "muon", "muon_momentum_warmup_steps": 10, "gain_lr_ratio": 2.0, "lr_schedule": "wsd"}
 
 
 @pytest.mark.parametrize(
     ("order", "fields"),
-    [("permutation", {}), ("random", {}), ("permutation", MUON)],
-    ids=["shuffled", "random", "muon"],
+    [("permutation", {}), ("random", {}), ("permutation", MUON), ("permutation", GROWTH)],
+    ids=["shuffled", "random", "muon", "growth"],
 )
 @pytest.mark.parametrize(
     "stops", [(1, 9, 11), pytest.param(tuple(range(1, 12)), marks=pytest.mark.slow)], ids=["three", "every"]
@@ -50,7 +52,7 @@ def test_a_run_resumed_at_any_update_ends_bit_for_bit_as_the_uninterrupted_one(
     make_trainer: Make, ragged_windows: Make, tmp_path: Path, order: str, fields: dict[str, Any], stops: tuple[int, ...]
 ) -> None:
     """Dropout, masked targets, validation, an epoch border (update 9), shard borders and a partial end are crossed."""
-    whole = make_trainer("whole", train=ragged_windows(order), **RUN, **fields)
+    whole = make_trainer("whole", train=ragged_windows(order), **{**RUN, **fields})
     whole.train()
     assert whole.plan.updates == 12
     end = whole.output_dir / "checkpoint-00000012"
