@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from ..contract import MANIFEST, RUN_FILE
 from ..files import read_json, sha256_of_file, write_text
