@@ -107,8 +107,8 @@ def _draw_on(axes: Any, chart: Chart) -> None:
         axes.plot(line.xs, line.ys, label=line.label, color=COLOURS[line.colour % len(COLOURS)], **style)
     if chart.limit is not None:
         axes.axhline(chart.limit[0], linestyle="--", linewidth=1, color=COLOURS[1], label=chart.limit[1])
-    for place, label in zip(chart.marks, (chart.mark, *[""] * len(chart.marks)), strict=False):
-        axes.axvline(place, linestyle=":", linewidth=1.2, color="#808080", label=label)
+    for number, x in enumerate(chart.marks):
+        axes.axvline(x, linestyle=":", linewidth=1.2, color="#808080", label="" if number else chart.mark)
     values = [y for line in chart.drawn for y in line.ys]
     if chart.log and min(values) > 0:
         axes.set_yscale("log")
