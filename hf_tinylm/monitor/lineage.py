@@ -115,7 +115,7 @@ def _charts(generations: list[Generation]) -> list[Chart]:
 
 def _lines(shown: list[Generation], key: str, label: str) -> list[Line]:
     """A line for each generation, so that one whose rows are gone leaves a gap; they share one colour and one label."""
-    found = []
+    found: list[Line] = []
     for one in shown:
         assert one.run is not None
         steps, tokens = column(one.run.updates, "step"), column(one.run.updates, "supervised_tokens")
@@ -173,8 +173,8 @@ def _facts(place: int, generations: list[Generation]) -> list[tuple[Any, Any]]:
     hashes = leaves(start.get("weights_sha256"))
     weights = [element("p", f"{name} {digest}", name="hash") for name, digest in hashes]
     parent = generations[place - 1].identity
-    both = [{key: _settings(each, key) for key in ("training", "data")} for each in (parent, one.identity)]
-    changed = difference(*both) if parent is not None else ["unknown: the parent had no run.json"]
+    before, now = ({key: _settings(each, key) for key in ("training", "data")} for each in (parent, one.identity))
+    changed = difference(before, now) if parent is not None else ["unknown: the parent had no run.json"]
     return [
         ("began with", f"{start.get('path')}{'' if step is None else f', update {step:,.0f}'}"),
         ("kept", "weights and the optimizer's moments" if start.get("with_optimizer") else "weights; moments zero"),

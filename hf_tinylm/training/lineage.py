@@ -68,11 +68,14 @@ def changed_since(parent_identity: dict[str, Any] | None, identity: dict[str, An
     """What a branch does otherwise than the run that it starts from: `["training.learning_rate: 6e-05 -> 0.00024"]`."""
     if parent_identity is None:
         return []
-    both = []
-    for one in (parent_identity, identity):
-        training = {k: v for k, v in one["training"].items() if k not in ("init_from", "branch_from")}
-        both.append({"training": training, "data": one.get("data")})
-    return difference(*both)
+    before, now = (
+        {
+            "training": {k: v for k, v in one["training"].items() if k not in ("init_from", "branch_from")},
+            "data": one.get("data"),
+        }
+        for one in (parent_identity, identity)
+    )
+    return difference(before, now)
 
 
 def check_tokenizer(init_from: str, tokenizer_sha256: str | None) -> None:
