@@ -11,7 +11,7 @@ import importlib
 
 from .machine import report
 
-NAMES = ("overhead", "stall", "train", "prepare", "reading", "eval")
+NAMES = ("overhead", "stall", "train", "prepare", "reading", "eval", "scaling")
 
 
 def main() -> None:

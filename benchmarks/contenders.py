@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -178,6 +179,22 @@ def measure(name: str, shape: Shape, updates: int) -> dict[str, Any]:
         "first_update_seconds": times.first - psutil.Process().create_time() + times.seconds[0],
         "peak_bytes": peak,
     }
+
+
+def run(name: str, shape: str, updates: int, processes: int = 1, **environment: str) -> dict[str, Any]:
+    """`measure` in processes of their own, launched as data-parallel ones if there are several.
+
+    Args:
+        environment: variables of the processes, beside those of this one.
+    """
+    asked = json.dumps({"name": name, "shape": shape, "updates": updates})
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
+    command = [sys.executable, *(launcher if processes > 1 else ()), "-m", "benchmarks.contenders", asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    if done.returncode:
+        raise SystemExit(f"error: {name} at {shape} ended with {done.returncode}: {done.stderr.strip()[-400:]}")
+    found: dict[str, Any] = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+    return found
 
 
 if __name__ == "__main__":

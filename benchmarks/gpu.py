@@ -5,17 +5,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 from typing import Any
 
 import torch
 
 from hf_tinylm.planning.devices import peak_of
 
-from .contenders import SHAPES
+from .contenders import SHAPES, run
 from .machine import median_ratio, report
 from .runs import model_of
 
@@ -41,11 +38,11 @@ def measure(shape: str = SHAPE, rounds: int = ROUNDS, updates: int = UPDATES) ->
     on_all = []
     for _ in range(rounds):
         for name in NAMES:
-            found = _run(name, shape, updates, 1)
+            found = run(name, shape, updates)
             rates[name].append(tokens / statistics.median(found["seconds"]))
             memory[name] = max(memory[name], found["peak_bytes"])
         if devices > 1:
-            on_all.append(devices * tokens / statistics.median(_run("ours", shape, updates, devices)["seconds"]))
+            on_all.append(devices * tokens / statistics.median(run("ours", shape, updates, devices)["seconds"]))
     return {
         "gpu": torch.cuda.get_device_name(),
         "devices": devices,
@@ -61,19 +58,6 @@ def measure(shape: str = SHAPE, rounds: int = ROUNDS, updates: int = UPDATES) ->
         "tokens_per_second_on_all": round(statistics.median(on_all)) if on_all else None,
         "scaling": round(median_ratio(on_all, rates["ours"]) / devices, 3) if on_all else None,
     }
-
-
-def _run(name: str, shape: str, updates: int, processes: int) -> dict[str, Any]:
-    asked = json.dumps({"name": name, "shape": shape, "updates": updates})
-    command = [sys.executable, "-m", "benchmarks.contenders", asked]
-    if processes > 1:
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
-        command = [sys.executable, *launcher, "-m", "benchmarks.contenders", asked]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"error: {name} ended with {done.returncode}: {done.stderr.strip()[-400:]}")
-    found: dict[str, Any] = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
-    return found
 
 
 if __name__ == "__main__":

@@ -6,15 +6,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from typing import Any
 
-from .contenders import CONTENDERS, SHAPES
+from .contenders import CONTENDERS, SHAPES, run
 from .machine import median_ratio, report
 from .runs import model_of
 
@@ -34,46 +30,36 @@ def _of_shape(shape: str, rounds: int, updates: int, cache: str) -> dict[str, An
     section, vocabulary, rows, length, accumulation = SHAPES[shape]
     model = model_of(section, vocabulary, length).config.shape
     tokens, flops = rows * length * accumulation, model.flops_per_token_with_attention(length)
+    kept = {"TORCHINDUCTOR_CACHE_DIR": cache}
     machine: list[dict[str, Any]] = []
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
     for number in range(rounds):
         names = list(found) if number % 2 == 0 else list(found)[::-1]  # none always runs after the same one
-        machine.append(_run("machine", shape, updates, cache))
+        machine.append(run("machine", shape, updates, **kept))
         for name in names:
-            found[name].append(_run(name, shape, updates, cache))
+            found[name].append(run(name, shape, updates, **kept))
             print(f"{shape} {name}: {tokens / statistics.median(found[name][-1]['seconds']):,.0f} tokens/s", flush=True)
-    rates = {name: [tokens / statistics.median(run["seconds"]) for run in runs] for name, runs in found.items()}
-    peak = statistics.median(run["bf16_peak"] for run in machine)
-    floors = [tokens / run["floor_seconds"] for run in machine]
+    rates = {name: [tokens / statistics.median(one["seconds"]) for one in runs] for name, runs in found.items()}
+    peak = statistics.median(one["bf16_peak"] for one in machine)
+    floors = [tokens / one["floor_seconds"] for one in machine]
     return {
         "parameters": model.parameters,
         "tokens_per_update": tokens,
         "bf16_peak_gflops": round(peak / 1e9),
-        "fp32_peak_gflops": round(statistics.median(run["fp32_peak"] for run in machine) / 1e9),
+        "fp32_peak_gflops": round(statistics.median(one["fp32_peak"] for one in machine) / 1e9),
         "floor_tokens_per_second": round(statistics.median(floors)),
         "ours_over_floor": round(median_ratio(rates["ours"], floors), 3),
         "contenders": {
             name: {
                 "tokens_per_second": round(statistics.median(rates[name])),
                 "share_of_bf16_peak": round(flops * statistics.median(rates[name]) / peak, 3),
-                "peak_bytes": max(run["peak_bytes"] for run in runs),
-                "first_update_seconds": [round(run["first_update_seconds"], 1) for run in runs],
+                "peak_bytes": max(one["peak_bytes"] for one in runs),
+                "first_update_seconds": [round(one["first_update_seconds"], 1) for one in runs],
                 "ours_over_it": round(median_ratio(rates["ours"], rates[name]), 3),
             }
             for name, runs in found.items()
         },
     }
-
-
-def _run(name: str, shape: str, updates: int, cache: str) -> dict[str, Any]:
-    asked = json.dumps({"name": name, "shape": shape, "updates": updates})
-    command = [sys.executable, "-m", "benchmarks.contenders", asked]
-    kept = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=kept)
-    if done.returncode:
-        raise SystemExit(f"error: {name} at {shape} ended with {done.returncode}: {done.stderr.strip()[-400:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def table(found: dict[str, Any]) -> list[str]:

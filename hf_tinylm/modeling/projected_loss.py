@@ -114,9 +114,9 @@ class _ProjectedLoss(torch.autograd.Function):
             raise RuntimeError("The loss keeps its gradients for one backward pass. Compute it again for another.")
         (rows_gradient, weight_gradient), ctx.gradients = ctx.gradients, None
         if rows_gradient is not None:
-            rows_gradient = rows_gradient.to(ctx.rows_dtype).mul_(gradient.to(ctx.rows_dtype))
+            rows_gradient = rows_gradient.to(ctx.rows_dtype).mul_(gradient)  # a factor that is not rounded to bfloat16
         if weight_gradient is not None:
-            weight_gradient.mul_(gradient.to(weight_gradient.dtype))
+            weight_gradient.mul_(gradient)
         return rows_gradient, weight_gradient, None, None
 
 

@@ -1,11 +1,22 @@
-"""When compiling the training pass pays."""
+"""When compiling the training pass pays, and how much of a micro-batch a compiled pass takes at once."""
 
 from __future__ import annotations
 
 # Compiling takes one to two minutes on a small machine. A run below so many FLOPs ends before that is won back.
 FEWEST_FLOPS = {"cpu": 3e14, "cuda": 3e16}
+# A processor multiplies more rows at once no faster, and weight gradients of more rows slower; they only take memory.
+TOKENS_OF_A_PASS = 4_096
 
 
 def compiling_pays(flops: float, device: str) -> bool:
     """Whether a run of so many FLOPs on a kind of device (`cpu`, `cuda`) is long enough; no other kind compiles."""
     return flops >= FEWEST_FLOPS.get(device, float("inf"))
+
+
+def rows_of_pass(rows: int, sequence_length: int, compiled_for_cpu: bool) -> int:
+    """Windows that one forward and backward pass takes of a micro-batch of `rows`: all, unless compiled for a CPU.
+
+    A divisor of `rows`, so that every pass has the same shape and one compiled code.
+    """
+    most = max(1, TOKENS_OF_A_PASS // sequence_length) if compiled_for_cpu else rows
+    return max(count for count in range(1, min(rows, most) + 1) if rows % count == 0)

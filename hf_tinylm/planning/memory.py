@@ -47,7 +47,7 @@ COMPILER_BYTES = 200_000_000
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """What decides memory besides the shape. `tokens` are those of a micro-batch, rows x sequence_length."""
+    """What decides memory besides the shape. `tokens` are those of a pass: `rows_of_pass` x sequence_length."""
 
     tokens: int
     sequence_length: int
@@ -61,7 +61,7 @@ class MemorySettings:
 
 
 def peak_memory(shape: ModelShape, settings: MemorySettings) -> dict[str, int]:
-    """Bytes by part while the loss of an update's last micro-batch is computed; their sum is the peak.
+    """Bytes by part while the loss of an update's last pass is computed; their sum is the peak.
 
     On a CPU this is resident memory of the process with a checkpoint being written; on a GPU, memory of the device.
     """
@@ -85,7 +85,7 @@ def peak_memory(shape: ModelShape, settings: MemorySettings) -> dict[str, int]:
 
 
 def activation_bytes(shape: ModelShape, settings: MemorySettings) -> int:
-    """Bytes that the forward pass of one micro-batch leaves for the backward pass, the loss apart."""
+    """Bytes that the forward pass leaves for the backward pass, the loss apart."""
     width, layers = shape.hidden_size, shape.num_hidden_layers
     layer = _layer_bytes(shape, settings)
     around = 12 * width  # the last norm's input, its normalised values, and its output

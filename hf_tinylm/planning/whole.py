@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..files import read_json
 from ..gguf_plan import GGUF_TYPES, file_bytes
 from ..sections import RunConfig, TrainingSection
-from .compilation import compiling_pays
+from .compilation import compiling_pays, rows_of_pass
 from .disk import checkpoints_kept, id_bytes
 from .memory import MemorySettings, peak_memory
 from .optimizer import checkpoint_bytes, optimizer_flops
@@ -213,6 +213,7 @@ def _memory(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, as
     Compilation counts on a CPU, where its memory was measured; on a GPU it only lowers what is estimated.
     """
     training, length = config.training, config.data.sequence_length
+    rows = training.per_device_train_batch_size
     compiled = training.torch_compile is True
     if training.torch_compile == "auto" and updates is not None:
         compiled = compiling_pays(shape.flops_per_token_with_attention(length) * updates.train_tokens, "cpu")
@@ -221,7 +222,7 @@ def _memory(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, as
     for place in ("gpu", "cpu"):
         for checkpointing in (False, True):
             settings = MemorySettings(
-                tokens=training.per_device_train_batch_size * length,
+                tokens=rows_of_pass(rows, length, place == "cpu" and compiled) * length,
                 sequence_length=length,
                 bf16=_half(training, place == "cpu"),
                 checkpointing=checkpointing,

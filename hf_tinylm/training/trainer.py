@@ -22,6 +22,7 @@ from transformers.trainer_utils import TrainOutput
 from ..errors import ConfigError, RunStopped, TrainingError
 from ..modeling.model import TinyLMForCausalLM
 from ..modeling.stock import save_stock_model
+from ..planning.compilation import rows_of_pass
 from ..planning.optimizer import RunFlops
 from .arguments import LMTrainingArguments, plan_run
 from .batches import micro_batches
@@ -213,7 +214,10 @@ class LMTrainer(Trainer):
         norm, sources = self.args.max_grad_norm, len(self.sources)
         processes = self.accelerator.num_processes
         self.noise = NoiseMeter(self.optimizer, processes, self.scaler, self.args.noise_scale)
-        updates = Update(self.accelerator, model, self.optimizer, norm, self.scaler, sources, self.noise.see_first)
+        compiled_for_cpu = bool(self.args.torch_compile) and self.args.device.type == "cpu"
+        rows = rows_of_pass(self.plan.per_device_train_batch_size, self.plan.sequence_length, compiled_for_cpu)
+        see = self.noise.see_first
+        updates = Update(self.accelerator, model, self.optimizer, norm, self.scaler, sources, see, rows)
         if processes > 1 or self.args.torch_compile:
             updates.warm_up(self._batches_of(start, self.skipped_batches)[0])
         set_seed(self.args.seed, device_specific=True)

@@ -55,6 +55,7 @@ class Update:
         scaler: a gradient scaler for float16, or None.
         sources: above 0, batches have `source_ids` (n, T) below it, and the loss of each source is summed.
         after_first: called with the first of several micro-batches when `.grad` holds its gradient alone.
+        rows_of_pass: windows of a micro-batch that one forward and backward pass takes; None: all.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Update:
         scaler: torch.amp.GradScaler | None = None,
         sources: int = 0,
         after_first: Callable[[dict[str, torch.Tensor]], None] = lambda batch: None,
+        rows_of_pass: int | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
@@ -74,6 +76,7 @@ class Update:
         self.scaler = scaler
         self.sources = sources
         self.after_first = after_first
+        self.rows_of_pass = rows_of_pass
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def run(
@@ -117,7 +120,7 @@ class Update:
 
         Without it the first update after a resume would add gradients of three or more processes in another order.
         """
-        (self._forward(batch, 1).loss * 0.0).backward()
+        (self._forward(self._passes(batch)[0], 1).loss * 0.0).backward()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _commit(self, learning_rate: float, norm: torch.Tensor) -> None:
@@ -147,23 +150,33 @@ class Update:
             (micro-batches,) float32: each one's share of the mean loss; and this process's `source_sums` (2, sources).
         """
         processes = self.accelerator.num_processes
-        losses, of_targets = [], []
+        losses = torch.zeros(len(batches), device=self.accelerator.device)
+        of_targets: list[torch.Tensor] = []
         for position, batch in enumerate(batches):
             last = position == len(batches) - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-                output = self._forward(batch, max(1, targets))
-                loss = output.loss
-                scaled = loss * processes if processes > 1 else loss
-                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+            passes = self._passes(batch)
+            for number, part in enumerate(passes):
+                reducing = last and number == len(passes) - 1
+                with contextlib.nullcontext() if reducing else self.accelerator.no_sync(self.model):
+                    output = self._forward(part, max(1, targets))
+                    loss = output.loss * processes if processes > 1 else output.loss
+                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                losses[position] += output.loss.detach().float()
+                if self.sources:
+                    of_targets.append(output.target_losses)
             if position == 0 and not last:
                 self.after_first(batch)
-            losses.append(loss.detach().float())
-            if self.sources:
-                of_targets.append(output.target_losses)
         sums = np.zeros((2, self.sources))
-        for batch, each in zip(batches, of_targets, strict=False):  # not before all micro-batches are under way
-            sums += source_sums(each, batch["shift_labels"], batch[SOURCE_IDS], self.sources)
-        return torch.stack(losses), sums
+        parts = (part for batch in batches for part in self._passes(batch))
+        for part, each in zip(parts, of_targets, strict=False):  # not before all micro-batches are under way
+            sums += source_sums(each, part["shift_labels"], part[SOURCE_IDS], self.sources)
+        return losses, sums
+
+    def _passes(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """A micro-batch in the parts that are computed one after the other."""
+        rows = self.rows_of_pass or len(batch["shift_labels"])
+        parts = zip(*(tensor.split(rows) for tensor in batch.values()), strict=True)
+        return [dict(zip(batch, part, strict=True)) for part in parts]
 
     def _forward(self, batch: dict[str, torch.Tensor], targets: int) -> Any:
         """The model's output for a micro-batch whose summed loss is divided by `targets`."""

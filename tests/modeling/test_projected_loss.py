@@ -54,6 +54,17 @@ def test_loss_and_gradients_are_those_of_plain_logits_for_any_chunk(
 
 
 @LOSSES
+def test_a_bfloat16_gradient_is_divided_by_a_count_that_is_not_rounded(loss_of_chunk: Any) -> None:
+    gradients = []
+    for divisor in (1, 23):  # 1/23 is 0.13% less in bfloat16
+        hidden, weight, labels = drawn(torch.bfloat16)
+        (projected_loss(hidden, weight, labels, loss_of_chunk) / divisor).backward()
+        gradients.append((hidden.grad, weight.grad))
+    for whole, divided in zip(*gradients, strict=True):
+        assert float(divided.double().norm() * 23 / whole.double().norm()) == pytest.approx(1, abs=3e-4)
+
+
+@LOSSES
 def test_float32_is_as_exact_as_plain_float32(loss_of_chunk: Any) -> None:
     hidden, weight, labels = drawn(torch.float32)
     plain_hidden, plain_weight, _ = drawn(torch.float32)

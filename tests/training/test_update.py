@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hf_tinylm.modeling.factory import new_model
+from hf_tinylm.planning.compilation import rows_of_pass
 from hf_tinylm.sections import ModelSection
 from hf_tinylm.training.optimizer import adamw
+from hf_tinylm.training.source_loss import SOURCE_IDS
 from hf_tinylm.training.update import Update
 
 
@@ -22,13 +25,15 @@ class OneProcess:
         return contextlib.nullcontext()
 
 
-def make(scaler: torch.amp.GradScaler | None, max_grad_norm: float = 1.0) -> tuple[Update, torch.nn.Module]:
+def make(
+    scaler: torch.amp.GradScaler | None, max_grad_norm: float = 1.0, **settings: Any
+) -> tuple[Update, torch.nn.Module]:
     section = ModelSection(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64
     )
     model = new_model(section, 101, 32, seed=1).train()
     optimizer = adamw(model, 1e-3, (0.9, 0.95), 1e-8, 0.1)
-    return Update(OneProcess(), model, optimizer, max_grad_norm, scaler), model
+    return Update(OneProcess(), model, optimizer, max_grad_norm, scaler, **settings), model
 
 
 def batches(seed: int) -> list[dict[str, torch.Tensor]]:
@@ -45,6 +50,53 @@ def test_a_scaled_run_equals_the_plain_one_and_clips_unscaled_gradients() -> Non
         assert second.clipped
         assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-6)
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_passes_of_a_micro_batch_give_what_the_whole_gives_and_are_reduced_once() -> None:
+    """The same targets, losses of sources and gradients up to the order of float32 sums; one pass is not in no_sync."""
+    whole, model = make(None, sources=2)
+    parted, other = make(None, sources=2, rows_of_pass=1)
+    shapes, unsynced, first_batches = [], [], []
+    other.register_forward_pre_hook(lambda *call: shapes.append(call[2]["input_ids"].shape), with_kwargs=True)
+    parted.accelerator.no_sync = lambda model: contextlib.nullcontext(unsynced.append(model))
+    parted.after_first = first_batches.append
+    for seed in range(2):
+        given = batches(seed)
+        given[1]["shift_labels"] = given[1]["shift_labels"].clone()
+        given[1]["shift_labels"][1, 5:] = -100  # an update whose last part has fewer targets
+        for batch in given:
+            batch[SOURCE_IDS] = (batch["input_ids"] > 50).long()
+        first, second = whole.run(given, 1e-3), parted.run(given, 1e-3)
+        assert first.targets == second.targets == 101
+        assert second.loss == pytest.approx(first.loss, rel=1e-6)
+        np.testing.assert_allclose(second.source_sums, first.source_sums, rtol=1e-6)
+        assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
+        assert first_batches[seed] is given[0]
+    assert shapes == [(1, 32)] * 8
+    assert len(unsynced) == 6
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_loss_that_is_not_finite_in_any_pass_names_its_micro_batch() -> None:
+    update, _ = make(None, rows_of_pass=1)
+    plain, calls = update.model.forward, []
+
+    def forward(**inputs: Any) -> Any:
+        calls.append(inputs)
+        output = plain(**inputs)
+        output.loss = output.loss * (float("nan") if len(calls) == 3 else 1.0)
+        return output
+
+    update.model.forward = forward  # type: ignore[method-assign]
+    assert update.run(batches(0), 1e-3).bad_batches == [1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "passed"), [(16, 512, 8), (8, 1024, 4), (12, 1024, 4), (7, 1024, 1), (2, 8192, 1), (6, 64, 6)]
+)
+def test_a_compiled_pass_on_a_processor_takes_a_part_of_equal_size(rows: int, length: int, passed: int) -> None:
+    assert rows_of_pass(rows, length, compiled_for_cpu=True) == passed
+    assert rows_of_pass(rows, length, compiled_for_cpu=False) == rows
 
 
 def test_an_overflow_changes_nothing_but_the_scale_and_the_next_try_goes_through() -> None:
