@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from hf_tinylm.cli import main
 from hf_tinylm.config import load_config
+from hf_tinylm.errors import RunStopped
 from hf_tinylm.files import bundled, sha256_of_file
 from hf_tinylm.training.metrics import read_rows
 
@@ -40,13 +41,14 @@ def identity(run: Path) -> dict[str, Any]:
 def test_a_run_at_its_plateau_is_explained_adopted_and_goes_on_below_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Phase 2 goes on while phase 3 leaves it at its half: 65,536 tokens more for each of them."""
+    """Phase 2 is stopped at its half, where phase 3 leaves it, and then goes on: 65,536 tokens more for each."""
     monkeypatch.chdir(tmp_path)
     assert main(["tokenizer", "train", "--config", "adopt-1"]) == 0
     for name in ("adopt-1", "adopt-3"):
         assert main(["prepare", "--config", name]) == 0
-    for name in ("adopt-1", "adopt-2", "adopt-3"):
-        train(name)
+    train("adopt-1")
+    with pytest.raises(RunStopped):
+        train("adopt-2", "--stop_after_updates", "512")
     start = FOUR / "checkpoint-00000512"
 
     # the cause is named from the noise scale, with the next step
@@ -59,6 +61,8 @@ def test_a_run_at_its_plateau_is_explained_adopted_and_goes_on_below_it(
     assert "--init_from CHECKPOINT --global_batch_tokens N" in plateau["next_step"]
 
     # equal extra tokens, another end
+    train("adopt-3")
+    train("adopt-2", "--resume_from_checkpoint", "auto")
     tokens = {row["step"]: row["supervised_tokens"] for row in read_rows(FOUR / "metrics.jsonl") if "loss" in row}
     assert tokens[1024] - tokens[512] == json.loads((BRANCH / "DONE.json").read_text())["supervised_tokens"] == 65_536
     assert novels(BRANCH, 64) < novels(FOUR, 512) - 0.1
