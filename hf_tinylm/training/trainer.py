@@ -100,8 +100,8 @@ class LMTrainer(Trainer):
         args.torch_compile, self.not_compiled = compiles(args.torch_compile, flops, args.device.type)
         self.sources = training_sources(args.source_loss, train_dataset)
         self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
-        self.run_facts, self.run_config, self.export_bytes = run_facts or {}, run_config, export_bytes
-        self.eval_sets = eval_sets or {}
+        self.run_facts, self.eval_sets = run_facts or {}, eval_sets or {}
+        self.run_config, self.export_bytes = run_config, export_bytes
         super().__init__(
             model=model,
             args=args,
@@ -182,15 +182,11 @@ class LMTrainer(Trainer):
         if dataset is None:
             raise TrainingError("There is no validation set to evaluate on. Pass eval_dataset.")
         args, sets = self.args, {"": dataset, **(self.eval_sets if eval_dataset is None else {})}
-
-        def score(windows: Any) -> dict[str, Any] | None:
-            return validate(
+        with undisturbed_random(), self.record.clocks.measure("evaluation_seconds"):
+            metrics = validation_metrics(sets, metric_key_prefix, lambda windows: validate(
                 self.accelerator, self.model, windows, args.eval_tokens, args.per_device_eval_batch_size,
                 self.token_bytes, lambda: self.is_in_train and INTERRUPT.requested,
-            )  # fmt: skip
-
-        with undisturbed_random(), self.record.clocks.measure("evaluation_seconds"):
-            metrics = validation_metrics(sets, metric_key_prefix, score)
+            ))  # fmt: skip
         if not metrics:
             return {}
         self.log(dict(metrics))
