@@ -21,6 +21,7 @@ import itertools
 import json
 import statistics
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -253,7 +254,8 @@ def draw(results: list[dict[str, Any]], picture: Path) -> None:
         tokens, hours = values["tokens"].astype(float), values["seconds"] / 3600
         nothing = Points(*(np.zeros(0),) * 4)
         points = Points(tokens, tokens * np.nan, hours, values["bits_per_byte"])
-        curves.append(Curve(f"{result['system']}, seed {result['seed']}", points, nothing))
+        name = textwrap.fill(f"{result['system']}, seed {result['seed']}", 40)
+        curves.append(Curve(name, points, nothing))
     draw_losses(curves, picture, ("tokens", "hours"), "bits per byte of new text")
 
 

@@ -27,16 +27,15 @@ _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "s
 
 def environment() -> dict[str, Any]:
     """Python, package versions, machine, and the git commit of the working folder when it is a checkout."""
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {**packages(), "machine": f"{platform.system()} {platform.machine()}", **_git_state()}
+
+
+def packages() -> dict[str, str]:
+    """Versions of this package, of Python, and of the packages that decide the numbers of a run."""
     from . import __version__
 
-    return {
-        "hf_tinylm": __version__,
-        "python": platform.python_version(),
-        **versions,
-        "machine": f"{platform.system()} {platform.machine()}",
-        **_git_state(),
-    }
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {"hf_tinylm": __version__, "python": platform.python_version(), **versions}
 
 
 def new_contract(

@@ -6,6 +6,7 @@
     │   ├── TokenizerError        2   a tokenizer cannot be trained, loaded or used here
     │   └── MissingExtraError     2   an optional engine is not installed
     ├── ContractError             2   what is asked contradicts what a run folder records
+    ├── DisagreementError         2   processes of one run were started differently, or one failed at its start
     ├── CheckpointError           1   a checkpoint is missing, damaged or does not fit
     ├── PreparationError          1   writing a pack was cut short (a worker process died); run it again to go on
     ├── TrainingError             1   the run itself failed (a loss that is not finite, a full disk)
@@ -57,6 +58,12 @@ class MissingExtraError(ConfigError):
 
 class ContractError(TinyLMError):
     """What is asked contradicts what a run folder records."""
+
+    exit_code = 2
+
+
+class DisagreementError(TinyLMError):
+    """Processes of one run were started differently, or one of them failed at its start; all of them end with it."""
 
     exit_code = 2
 

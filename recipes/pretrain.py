@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     from hf_tinylm.monitor.report import write_report
     from hf_tinylm.monitor.watch import watched
     from hf_tinylm.preflight.run import check_before_training
+    from hf_tinylm.training.agreement import failure_told
     from hf_tinylm.training.arguments import training_arguments
     from hf_tinylm.training.clocks import process_start
     from hf_tinylm.training.finish import run_summary, write_done
@@ -49,28 +50,29 @@ def main(arguments: list[str] | None = None) -> int:
     args = training_arguments(config)
     run = Path(str(args.output_dir))
     name = config.training.run_name or run.resolve().name
-    destination = destination_of(config.export, name) if args.process_index == 0 else None
-    pack = open_pack(config, verify=args.local_process_index == 0)
-    model = new_model(
-        config.model,
-        pack.shards.vocab_size,
-        config.data.sequence_length,
-        config.training.seed,
-        **special_ids(pack.tokenizer),
-    )
-    trainer = LMTrainer(
-        model,
-        args,
-        pack.train,
-        pack.validation,
-        processing_class=pack.tokenizer,
-        token_bytes=pack.token_bytes,
-        run_facts=pack.identity,
-        run_config=config.to_dict(),
-        export_bytes=export_bytes(model.config.shape, config.export.gguf),
-        began=process_start(),
-        eval_sets=pack.eval_sets,
-    )
+    with failure_told():  # to processes on other machines
+        destination = destination_of(config.export, name) if args.process_index == 0 else None
+        pack = open_pack(config, verify=args.local_process_index == 0)
+        model = new_model(
+            config.model,
+            pack.shards.vocab_size,
+            config.data.sequence_length,
+            config.training.seed,
+            **special_ids(pack.tokenizer),
+        )
+        trainer = LMTrainer(
+            model,
+            args,
+            pack.train,
+            pack.validation,
+            processing_class=pack.tokenizer,
+            token_bytes=pack.token_bytes,
+            run_facts=pack.identity,
+            run_config=config.to_dict(),
+            export_bytes=export_bytes(model.config.shape, config.export.gguf),
+            began=process_start(),
+            eval_sets=pack.eval_sets,
+        )
     if (every := config.training.sample_steps) is not None:
         trainer.add_callback(SampleTexts(trainer, every, read_prompts(config.evaluation.sample_prompts)))
     if config.training.preflight:

@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     from hf_tinylm.monitor.watch import watched
     from hf_tinylm.tokenization.chat import chat_tokenizer, end_ids
     from hf_tinylm.tokenization.load import vocabulary_size
+    from hf_tinylm.training.agreement import all_are_here, failure_told
     from hf_tinylm.training.arguments import training_arguments
     from hf_tinylm.training.clocks import process_start
     from hf_tinylm.training.finish import run_summary, write_done
@@ -51,25 +52,26 @@ def main(arguments: list[str] | None = None) -> int:
     args = training_arguments(config)
     run = Path(str(args.output_dir))
     name = config.training.run_name or run.resolve().name
-    destination = destination_of(config.export, name) if args.process_index == 0 else None
-    base = find_model_folder(config.training.init_from)
-    args.init_from = str(base)
-    tokenizer = chat_tokenizer(config.tokenizer.tokenizer_path or find_tokenizer(base))
-    with args.main_process_first(local=True, desc="conversations"):  # the others read what it left in the cache
-        chats = open_conversations(config, tokenizer, progress=args.local_process_index == 0)
-    ids = {**special_ids(tokenizer), "eos_token_id": end_ids(tokenizer)}
-    model = untrained_like(base, config.model, vocabulary_size(tokenizer), config.data.sequence_length, **ids)
-    trainer = LMTrainer(
-        model,
-        args,
-        chats.train,
-        chats.test,
-        processing_class=tokenizer,
-        run_facts=chats.identity,
-        run_config=config.to_dict(),
-        export_bytes=export_bytes(model.config.shape, config.export.gguf),
-        began=process_start(),
-    )
+    with failure_told():  # to processes on other machines
+        destination = destination_of(config.export, name) if args.process_index == 0 else None
+        args.init_from = str(base := find_model_folder(config.training.init_from))
+        tokenizer = chat_tokenizer(config.tokenizer.tokenizer_path or find_tokenizer(base))
+        all_are_here()
+        with args.main_process_first(local=True, desc="conversations"):  # the others read what it left in the cache
+            chats = open_conversations(config, tokenizer, progress=args.local_process_index == 0)
+        ids = {**special_ids(tokenizer), "eos_token_id": end_ids(tokenizer)}
+        model = untrained_like(base, config.model, vocabulary_size(tokenizer), config.data.sequence_length, **ids)
+        trainer = LMTrainer(
+            model,
+            args,
+            chats.train,
+            chats.test,
+            processing_class=tokenizer,
+            run_facts=chats.identity,
+            run_config=config.to_dict(),
+            export_bytes=export_bytes(model.config.shape, config.export.gguf),
+            began=process_start(),
+        )
     if (every := config.training.sample_steps) is not None:
         trainer.add_callback(SampleTexts(trainer, every, read_prompts(config.evaluation.sample_prompts), chat=True))
     if trainer.is_world_process_zero():
@@ -77,8 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     with watched(trainer, config.training):
         trainer.train()
 
-    final = run / "final"
-    trainer.save_model(str(final))
+    trainer.save_model(str(final := run / "final"))
     if trainer.is_world_process_zero():
         rows, sources = trainer.record.metrics.rows(), chats.train.conversations.facts
         facts = {"tuned from": config.training.init_from, **run_summary(trainer)}

@@ -17,6 +17,7 @@ EXIT_CODES = {
     "TokenizerError": 2,
     "MissingExtraError": 2,
     "ContractError": 2,
+    "DisagreementError": 2,
     "CheckpointError": 1,
     "PreparationError": 1,
     "TrainingError": 1,

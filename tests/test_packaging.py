@@ -322,6 +322,8 @@ def test_every_accelerate_config_is_accepted_by_accelerate(path: Path) -> None:
     assert config.use_cpu is cpu
     assert config.mixed_precision == "no"  # a run's own config decides
     assert config.machine_rank == 0
+    if machines > 1:
+        assert config.rdzv_backend == "static"  # c10d would ignore the rank and the address of machine 0
     assert (config.downcast_bf16, config.debug) == (False, False)
 
 

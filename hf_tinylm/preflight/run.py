@@ -23,6 +23,7 @@ from ..files import refuse_folder_in_use
 from ..modeling.factory import new_model
 from ..planning import export_bytes
 from ..sections import RunConfig
+from ..training.agreement import agree_on_checkpoint, failure_told, loss_told
 from ..training.arguments import training_arguments
 from ..training.checkpoint import list_checkpoints
 from ..training.folder import is_start_that_was_killed
@@ -71,10 +72,12 @@ def check_before_training(trainer: LMTrainer, pack: Pack, config: RunConfig) -> 
     """
     main, folder = trainer.is_world_process_zero(), trainer.output_dir
     resumed = config.training.resume_from_checkpoint is not None and bool(list_checkpoints(folder))
-    if main and not resumed and not is_start_that_was_killed(folder):
-        refuse_folder_in_use(folder)
+    with failure_told():
+        if main and not resumed and not is_start_that_was_killed(folder):
+            refuse_folder_in_use(folder)
+    agree_on_checkpoint(list_checkpoints(folder)[-1] if resumed else None)  # it decides the rules
     rules = [rule for rule in RUN_RULES if rule.on_resume or not resumed]
-    with undisturbed_random(), _shared_scratch(trainer) as scratch:
+    with undisturbed_random(), loss_told(), _shared_scratch(trainer) as scratch:
         subject = Subject(config, trainer, pack, folder, scratch)
         checks = run_rules(rules, subject, gather=lambda own: gathered(trainer, own))
     gc.collect()  # copies of the model, before the run needs the memory

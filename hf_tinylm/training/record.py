@@ -15,6 +15,7 @@ from ..errors import CheckpointError, ContractError
 from ..files import read_json, refuse_folder_in_use, sha256_of_json
 from ..planning.disk import checkpoints_kept
 from ..planning.optimizer import checkpoint_bytes
+from .agreement import agree_on_checkpoint, agree_on_state, all_are_here, failure_told
 from .checkpoint import Snapshot, list_checkpoints, read_checkpoint, select_checkpoint, set_aside_newer
 from .clocks import Clocks
 from .device import device_name
@@ -71,10 +72,47 @@ class RunRecord:
             ContractError: the folder records another run, a finished one, or is being written.
             CheckpointError: a checkpoint that was named is not whole.
             ConfigError: a new run in a folder in use, or too little room on its disk.
+            DisagreementError: another process would go on from another checkpoint or start from other weights.
+        """
+        resumed = self._open(asked)
+        agree_on_state(self.trainer)
+        return resumed
+
+    def _open(self, asked: str | None) -> bool:
+        with failure_told():
+            folder, passed_over = select_checkpoint(self.output_dir, asked, self._nearby) if asked else (None, [])
+        agree_on_checkpoint(folder)
+        with failure_told():
+            branch, begun, changed = self._take(bool(asked), folder, passed_over)
+        all_are_here()  # and have selected their checkpoint before any is renamed
+        if folder is not None:
+            snapshot = read_checkpoint(self._nearby(folder))
+            thrown_away = self._restore(snapshot, folder)
+            self.events.add("resumed", snapshot.step, checkpoint=folder.name, changed=changed, **thrown_away)
+            self._go_back_to(snapshot.step)
+            return True
+        plan = self.trainer.plan
+        dropped = getattr(self.trainer.train_dataset, "dropped_ids", None)  # ids that no window supervises
+        facts = {"updates": plan.updates, "train_tokens": plan.supervised_tokens, "dropped_ids": dropped}
+        if branch is not None:
+            snapshot = read_checkpoint(self._nearby(branch, "branch"))
+            self.metrics.begin_with(branch.parent / METRICS, snapshot.step)
+            self.events.add("started", snapshot.step, **facts, branch_from=str(branch), **self._restore(snapshot))
+            return True
+        self.events.add("started", 0, **facts, **begun, **self._continue_clocks({}, 0))
+        self._go_back_to(0)
+        return False
+
+    def _take(
+        self, asked: bool, folder: Path | None, passed_over: list[str]
+    ) -> tuple[Path | None, dict[str, Any], list[str]]:
+        """Write or check the contract and take the lock.
+
+        Returns:
+            The checkpoint to branch from; what is said of weights that were taken up; and changes in execution.
         """
         args = self.trainer.args
-        folder, passed_over = select_checkpoint(self.output_dir, asked, self._nearby) if asked else (None, [])
-        known = bool(asked) and (self.output_dir / RUN_FILE).is_file()
+        known = asked and (self.output_dir / RUN_FILE).is_file()
         contract = self._contract(known)
         self.identity_sha256 = sha256_of_json(contract["identity"])
         changed = check_contract(self.output_dir, contract) if known or folder is not None else []
@@ -94,24 +132,7 @@ class RunRecord:
                 write_contract(self.output_dir, contract)
             self._tell(trace, passed_over, changed)
             self.mirror.start()
-        self.trainer.accelerator.wait_for_everyone()  # all have selected their checkpoint before any is renamed
-        if folder is not None:
-            snapshot = read_checkpoint(self._nearby(folder))
-            thrown_away = self._restore(snapshot, folder)
-            self.events.add("resumed", snapshot.step, checkpoint=folder.name, changed=changed, **thrown_away)
-            self._go_back_to(snapshot.step)
-            return True
-        plan = self.trainer.plan
-        dropped = getattr(self.trainer.train_dataset, "dropped_ids", None)  # ids that no window supervises
-        facts = {"updates": plan.updates, "train_tokens": plan.supervised_tokens, "dropped_ids": dropped}
-        if branch is not None:
-            snapshot = read_checkpoint(self._nearby(branch, "branch"))
-            self.metrics.begin_with(branch.parent / METRICS, snapshot.step)
-            self.events.add("started", snapshot.step, **facts, branch_from=str(branch), **self._restore(snapshot))
-            return True
-        self.events.add("started", 0, **facts, **begun, **self._continue_clocks({}, 0))
-        self._go_back_to(0)
-        return False
+        return branch, begun, changed
 
     def _begin(self, init_from: str, identity: dict[str, Any]) -> dict[str, Any]:
         """Take up the weights that a new run begins with; what its first event says of them."""

@@ -24,6 +24,7 @@ from ..modeling.model import TinyLMForCausalLM
 from ..modeling.stock import save_stock_model
 from ..planning.compilation import rows_of_pass
 from ..planning.optimizer import RunFlops
+from .agreement import agree_on_start, all_are_here, loss_told
 from .arguments import LMTrainingArguments, plan_run
 from .batches import micro_batches
 from .callbacks import ProgressBar
@@ -121,6 +122,7 @@ class LMTrainer(Trainer):
         self.ended = False  # a callback ended the run at the checkpoint that is resumed
         self.random_state: dict[str, torch.Tensor] | None = None  # of the checkpoint that is resumed
         self.record = RunRecord(self, time.time() if began is None else began)
+        agree_on_start(self)
 
     # ---- Trainer's public methods -------------------------------------------------------------------------------
 
@@ -139,13 +141,14 @@ class LMTrainer(Trainer):
 
         Raises:
             ContractError: a resume whose settings are not those of the recorded run.
-            TrainingError: a loss or gradient that is not finite (nothing of that update was applied), a failed save.
+            DisagreementError: another process would go on from another checkpoint or start from other weights.
+            TrainingError: a loss or gradient that is not finite (nothing of it applied), a failed save, a lost process.
             RunStopped: a signal or a budget ended the run after a clean save.
         """
         if trial is not None or ignore_keys_for_eval or kwargs:
             raise ConfigError("LMTrainer.train takes resume_from_checkpoint only.")
         asked = resume_from_checkpoint or self.args.resume_from_checkpoint
-        with INTERRUPT.deferred():
+        with INTERRUPT.deferred(), loss_told():
             model = self._prepare()
             self.batches = Prefetched(self._batches_of)
             try:
@@ -198,7 +201,7 @@ class LMTrainer(Trainer):
         folder = Path(output_dir or self.output_dir / "final")
         if self.is_world_process_zero():
             save_stock_model(self.model, folder, self.processing_class)
-        self.accelerator.wait_for_everyone()
+        all_are_here()
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 

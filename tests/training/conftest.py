@@ -1,6 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +107,76 @@ def make_trainer(tmp_path: Path) -> Callable[..., LMTrainer]:
         )
 
     return make
+
+
+# Reads requests, one JSON object a line, and answers each with one: forks a driver, or tells how one ended.
+SERVE = """
+import json, os, runpy, sys
+import torch
+torch.set_num_threads(1)
+import hf_tinylm.data.pack, hf_tinylm.export.hf, hf_tinylm.training.finish
+import transformers.models.llama, transformers.data.data_collator
+
+def answer(value):
+    print(json.dumps(value), flush=True)
+
+answer("ready")
+child = None
+while child is None and (line := sys.stdin.readline()):
+    request = json.loads(line)
+    if "poll" in request:
+        pid, status = os.waitpid(request["poll"], os.WNOHANG)
+        answer(os.waitstatus_to_exitcode(status) if pid else None)
+        continue
+    pid = os.fork()
+    if pid == 0:
+        child = request
+    else:
+        answer(pid)
+if child is not None:
+    os.setsid()
+    output = os.open(child["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(output, 1), os.dup2(output, 2)
+    os.environ.update(child["environment"])
+    sys.argv = child["arguments"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+class Forks:
+    """Starts Python programs from a process that has imported everything, in a moment each.
+
+    Attributes:
+        environment: of the programs, without what a launcher sets.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+        kept = {k: v for k, v in os.environ.items() if k not in launched and not k.startswith("ACCELERATE_")}
+        self.environment = {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        (folder / "serve.py").write_text(SERVE)
+        command = [sys.executable, str(folder / "serve.py")]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.environment
+        )
+        assert self._read() == "ready"
+
+    def ask(self, **request: Any) -> Any:
+        """`arguments`, `environment` and `output` (a file): start a program; its pid. `poll=pid`: exit code or None."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """The server that programs are forked from."""
+    started = Forks(tmp_path_factory.mktemp("forks"))
+    yield started
+    started.process.kill()
+    started.process.communicate(timeout=20)

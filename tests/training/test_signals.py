@@ -102,66 +102,15 @@ sys.argv = [recipe, *sys.argv[4:]]
 runpy.run_path(recipe, run_name="__main__")
 """
 
-# Reads requests, one JSON object a line, and answers each with one: forks a driver, or tells how one ended.
-SERVE = """
-import json, os, runpy, sys
-import torch
-torch.set_num_threads(1)
-import hf_tinylm.data.pack, hf_tinylm.export.hf, hf_tinylm.training.finish
-import transformers.models.llama, transformers.data.data_collator
-
-def answer(value):
-    print(json.dumps(value), flush=True)
-
-answer("ready")
-child = None
-while child is None and (line := sys.stdin.readline()):
-    request = json.loads(line)
-    if "poll" in request:
-        pid, status = os.waitpid(request["poll"], os.WNOHANG)
-        answer(os.waitstatus_to_exitcode(status) if pid else None)
-        continue
-    pid = os.fork()
-    if pid == 0:
-        child = request
-    else:
-        answer(pid)
-if child is not None:
-    os.setsid()
-    output = os.open(child["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(output, 1), os.dup2(output, 2)
-    os.environ.update(child["environment"])
-    sys.argv = child["arguments"]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
 
 class Server:
-    """Forks runs of the recipe from a process that has imported everything."""
+    """Starts runs of the recipe from a process that has imported everything."""
 
-    def __init__(self, folder: Path, config: Path) -> None:
+    def __init__(self, forks: Any, folder: Path, config: Path) -> None:
         self.folder, self.config = folder, config
+        self.ask, self.environment = forks.ask, forks.environment
         self.drive = folder / "drive.py"
         self.drive.write_text(DRIVE)
-        (folder / "serve.py").write_text(SERVE)
-        self.process = subprocess.Popen(
-            [sys.executable, str(folder / "serve.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=clean_environment(),
-        )
-        assert self.read() == "ready"
-
-    def read(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def ask(self, **request: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return self.read()
 
     def arguments(self, run: Path, phase: str, *more: str) -> list[str]:
         """Of a driver whose run is `run`/out and which is held in `phase`."""
@@ -217,12 +166,6 @@ class Run:
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("log-*")))
 
 
-def clean_environment() -> dict[str, str]:
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-    kept = {k: v for k, v in os.environ.items() if k not in launched and not k.startswith("ACCELERATE_")}
-    return {**kept, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -237,11 +180,8 @@ def wait_for_files(*paths: Path, log: Callable[[], str] = str, timeout: float = 
 
 
 @pytest.fixture(scope="module")
-def server(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = Server(tmp_path_factory.mktemp("server"), tiny_config)
-    yield started
-    started.process.kill()
-    started.process.communicate(timeout=20)
+def server(forks: Any, tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Server:
+    return Server(forks, tmp_path_factory.mktemp("server"), tiny_config)
 
 
 @pytest.fixture(scope="module")
@@ -520,7 +460,7 @@ def launch(server: Server, tmp_path: Path) -> Iterator[Callable[..., subprocess.
     started: list[subprocess.Popen[bytes]] = []
 
     def start(launcher: list[str], phase: str) -> subprocess.Popen[bytes]:
-        variables = {**clean_environment(), "ACCELERATE_USE_CPU": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}
+        variables = {**server.environment, "ACCELERATE_USE_CPU": "true", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60"}
         log = (tmp_path / "log-launcher").open("wb")
         command = [sys.executable, *launcher, *server.arguments(tmp_path, phase)]
         started.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True))
