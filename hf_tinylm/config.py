@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -113,6 +114,8 @@ def _parse_override(key: str, text: str) -> Any:
         raise ConfigError(f"--{key} {shown(text)} is {error}") from error
 
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}\Z")  # of a set, which becomes part of a metric's name
+
 # Bounds of single keys; what depends on other keys, data or devices is checked where those are known.
 _ABOVE_ZERO = {
     "model": (
@@ -195,6 +198,7 @@ def check_config(config: RunConfig) -> None:
     if config.model.architecture == "gpt2":
         _check_gpt2(config.model)
     _check_lengths(config)
+    _check_eval_sets(config)
     names = [source.name for source in config.data.sources]
     for source in config.data.sources:
         if names.count(source.name) > 1:
@@ -333,6 +337,18 @@ def check_growth(batch: int, growth: Sequence[Sequence[int]]) -> None:
                 "must rise. Give the pairs [TOKENS, BATCH] in order, beginning above global_batch_tokens."
             )
         last = list(pair)
+
+
+def _check_eval_sets(config: RunConfig) -> None:
+    names = [one.name for one in config.evaluation.eval_sets]
+    for name in names:
+        if not _NAME.match(name) or names.count(name) > 1:
+            raise ConfigError(
+                f"eval_sets has the name {name!r}{' twice' if _NAME.match(name) else ''}; each set needs one of its "
+                "own of letters, digits, - and _. Give another."
+            )
+    if names and config.data.conversations:
+        raise ConfigError("eval_sets are packs beside a pack; a chat stage has test_conversations. Leave them out.")
 
 
 def _value_of(config: RunConfig, key: str) -> Any:

@@ -105,6 +105,26 @@ def check_contract(output_dir: Path, contract: dict[str, Any]) -> list[str]:
     return difference(recorded.get("execution", {}), contract["execution"])
 
 
+def beginning(identity: Any) -> dict[str, Any] | None:
+    """What a run took its first weights from, as `init_from` records it; None: it began with new ones.
+
+    A run that goes on from another one's checkpoint (`branch_from`) has that one's rows, so it began as that one did.
+    """
+    training = identity.get("training") if isinstance(identity, dict) else None
+    if not isinstance(training, dict):
+        return None
+    start, branch = training.get("init_from"), training.get("branch_from")
+    if start is None and isinstance(branch, dict):
+        return beginning(branch.get("parent_identity"))
+    return start if isinstance(start, dict) else None
+
+
+def inherited_tokens(identity: Any) -> int | None:
+    """Tokens that the first weights of a run had been trained on, in all the runs before it; None: not recorded."""
+    start = beginning(identity)
+    return 0 if start is None else start.get("inherited_tokens")
+
+
 def difference(old: Any, new: Any, where: str = "") -> list[str]:
     """`["training.learning_rate: 0.0006 -> 0.001"]`: every leaf that differs, in the order of `old` then `new`."""
     if isinstance(old, dict) and isinstance(new, dict):

@@ -198,10 +198,22 @@ class TrainingSection:
 
 
 @dataclass
+class EvaluationSet:
+    """Another pack whose validation split is scored at every validation, such as that of the run that is branched from.
+
+    It must be of the same tokenizer. Of its files only those of that split are read.
+    """
+
+    name: str
+    shards: str
+
+
+@dataclass
 class EvaluationSection:
     """Validation inside training: the same fixed windows every time."""
 
-    eval_tokens: int = 1_048_576
+    eval_tokens: int = 1_048_576  # of the run's own validation split, and of each of eval_sets
+    eval_sets: list[EvaluationSet] = field(default_factory=list)
     sample_prompts: str | None = None  # file of prompts for sample_steps, one a line; None: the bundled one
 
 

@@ -71,6 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
             run_config=config.to_dict(),
             export_bytes=export_bytes(model.config.shape, config.export.gguf),
             began=process_start(),
+            eval_sets=pack.eval_sets,
         )
     if (every := config.training.sample_steps) is not None:
         trainer.add_callback(SampleTexts(trainer, every, read_prompts(config.evaluation.sample_prompts)))

@@ -127,7 +127,7 @@ def test_every_shipped_config_can_be_planned_and_outlasts_its_warmup(path: Path)
         assert 1 <= plan.last_update_tokens <= plan.global_batch_tokens
         micro_steps = plan.accumulation_of(0) * plan.per_device_train_batch_size * world_size
         assert micro_steps * plan.sequence_length == plan.global_batch_tokens
-    assert shape_of(config).parameters > 1_000_000
+    assert shape_of(config).parameters > (40_000 if path.stem.startswith("adopt") else 1_000_000)
     assert config.data.sources or config.data.conversations
 
 
@@ -141,7 +141,8 @@ def test_every_shipped_config_keeps_its_files_in_a_folder_of_its_own_name(path: 
     folders = [config.tokenizer.tokenizer_path, config.data.shards, config.training.output_dir]
     if path.stem.startswith("gpt2"):  # its tokenizer is the published one, by its name on the Hub
         assert folders.pop(0) == "openai-community/gpt2"
-    assert {str(folder).rsplit("/", 1)[0] for folder in folders} == {f"runs/{path.stem}"}
+    own = "adopt" if path.stem.startswith("adopt-") else path.stem  # three phases that read each other's files
+    assert {str(folder).rsplit("/", 1)[0] for folder in folders} == {f"runs/{own}"}
     assert len(set(folders)) == len(folders)
 
 

@@ -125,7 +125,7 @@ def write_report(options: argparse.Namespace) -> None:
     from ..files import write_text
     from ..monitor.charts import write_picture
     from ..monitor.compare import comparison_charts, comparison_page
-    from ..monitor.curves import run_charts
+    from ..monitor.lineage import curves_of
     from ..monitor.report import REPORT, report_page
     from ..monitor.run import Run
 
@@ -141,7 +141,7 @@ def write_report(options: argparse.Namespace) -> None:
     write_text(output, report_page(runs[0]) if len(runs) == 1 else comparison_page(runs))
     print(output)
     for kind in (kind for kind in ("pdf", "png") if getattr(options, kind)):
-        charts = run_charts(runs[0]) if len(runs) == 1 else comparison_charts(runs)
+        charts = curves_of(runs[0]) if len(runs) == 1 else comparison_charts(runs)
         picture = output.with_suffix(f".{kind}")
         if write_picture(charts, picture):
             print(picture)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +27,18 @@ def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """A tokenizer, the shards it wrote, and the windows that a run takes from them."""
+    """A tokenizer, the shards it wrote, and the windows that a run takes from them.
+
+    `eval_sets` are the validation windows of other packs, by the names that the configuration gives them, and
+    `eval_shards` those packs, without their training files.
+    """
 
     tokenizer: PreTrainedTokenizerFast
     shards: Shards
     train: TokenWindows
     validation: TokenWindows
+    eval_sets: dict[str, TokenWindows] = field(default_factory=dict)
+    eval_shards: dict[str, Shards] = field(default_factory=dict)
 
     @property
     def token_bytes(self) -> np.ndarray | None:
@@ -42,11 +48,13 @@ class Pack:
     @property
     def identity(self) -> dict[str, Any]:
         """Hashes that make two packs the same."""
+        others = {name: shards.shards_sha256 for name, shards in self.eval_shards.items()}
         return {
             "tokenizer_sha256": self.shards.tokenizer_sha256,
             "manifest_sha256": self.shards.manifest_sha256,
             "shards_sha256": self.shards.shards_sha256,
             "documents": self.shards.documents,
+            **({"eval_sets": others} if others else {}),
         }
 
 
@@ -70,27 +78,30 @@ def open_pack(config: RunConfig, verify: bool = True) -> Pack:
     if stage_dir is not None:
         folder = local_copy(folder, Path(stage_dir), "shards")
     shards = load_shards(folder, verify=verify)
+    others = {one.name: load_shards(one.shards, verify, ["validation"]) for one in config.evaluation.eval_sets}
     found = tokenizer_sha256(tokenizer)
-    if found != shards.tokenizer_sha256:
-        raise TokenizerError(
-            f"{config.data.shards} was written with the tokenizer {shards.tokenizer_sha256[:12]}..., but "
-            f"{config.tokenizer.tokenizer_path} is {found[:12]}.... Give the tokenizer of the shards, or write them "
-            "again: hf-tinylm prepare."
-        )
+    for each in (shards, *others.values()):
+        if found != each.tokenizer_sha256:
+            raise TokenizerError(
+                f"{each.path} was written with the tokenizer {each.tokenizer_sha256[:12]}..., but "
+                f"{config.tokenizer.tokenizer_path} is {found[:12]}.... Give the tokenizer of the shards, or write "
+                "them again: hf-tinylm prepare."
+            )
     length, seed = config.data.sequence_length, config.training.seed
-    if not shards.validation:
-        raise DataError(
-            f"{config.data.shards} has no validation shards. Write it again with a validation_fraction above 0."
-        )
+    for each in (shards, *others.values()):
+        if not each.validation:
+            raise DataError(f"{each.path} has no validation shards. Write it again with a validation_fraction above 0.")
     separator = int(shards.manifest["separator"]["id"]) if config.data.document_attention else None
 
-    def windows(split: list[Shard], order: WindowOrder) -> TokenWindows:
-        sources = TargetSources(split, list(shards.manifest["sources"]))
+    def windows(of: Shards, split: list[Shard], order: WindowOrder) -> TokenWindows:
+        sources = TargetSources(split, list(of.manifest["sources"]))
         return TokenWindows([s.ids for s in split], length, order, seed, [s.name for s in split], separator, sources)
 
     return Pack(
         tokenizer,
         shards,
-        windows(shards.train, config.data.window_order),
-        windows(shards.validation, "sequential"),
+        windows(shards, shards.train, config.data.window_order),
+        windows(shards, shards.validation, "sequential"),
+        {name: windows(other, other.validation, "sequential") for name, other in others.items()},
+        others,
     )

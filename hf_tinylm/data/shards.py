@@ -12,6 +12,7 @@ longer than a file continues in the next one as a row that has no separator; no 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,19 +96,20 @@ class Shards:
         return str(self.manifest["tokenizer_sha256"])
 
 
-def load_shards(path: str | Path, verify: bool = False) -> Shards:
+def load_shards(path: str | Path, verify: bool = False, splits: Sequence[str] = SPLITS) -> Shards:
     """Open a pack without reading its ids.
 
     Names, sizes, types and counts are always checked against the manifest. `verify=True` also reads every byte:
-    SHA-256 of each file, ids below the vocabulary size, one separator per document.
+    SHA-256 of each file, ids below the vocabulary size, one separator per document. Of a split that is not among
+    `splits` no file is looked for.
 
     Raises:
         DataError: the folder is no pack, or a file differs from the manifest; the message names the file.
     """
     folder = Path(path)
     manifest = _read_manifest(folder)
-    opened: dict[str, list[Shard]] = {}
-    for split in SPLITS:
+    opened: dict[str, list[Shard]] = {split: [] for split in SPLITS}
+    for split in splits:
         entries = manifest["splits"][split]["shards"]
         if verify:  # before anything interprets the bytes
             for entry in entries:

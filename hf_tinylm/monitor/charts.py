@@ -34,13 +34,18 @@ class Line:
 
 @dataclass
 class Chart:
-    """One picture over `tokens` or `hours`; `limit` is a horizontal line at a value, with its label."""
+    """One picture over `tokens` or `hours`.
+
+    `limit` is a horizontal line at a value, with its label; `marks` are vertical lines, which share `mark`.
+    """
 
     title: str
     lines: list[Line] = field(default_factory=list)
     log: bool = False
     limit: tuple[float, str] | None = None
     over: Axis = "tokens"
+    marks: Sequence[float] = ()
+    mark: str = ""
 
     @property
     def drawn(self) -> list[Line]:
@@ -102,6 +107,8 @@ def _draw_on(axes: Any, chart: Chart) -> None:
         axes.plot(line.xs, line.ys, label=line.label, color=COLOURS[line.colour % len(COLOURS)], **style)
     if chart.limit is not None:
         axes.axhline(chart.limit[0], linestyle="--", linewidth=1, color=COLOURS[1], label=chart.limit[1])
+    for number, x in enumerate(chart.marks):
+        axes.axvline(x, linestyle=":", linewidth=1.2, color="#808080", label="" if number else chart.mark)
     values = [y for line in chart.drawn for y in line.ys]
     if chart.log and min(values) > 0:
         axes.set_yscale("log")
@@ -111,7 +118,9 @@ def _draw_on(axes: Any, chart: Chart) -> None:
     elif max(map(abs, values)) >= 1e4:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     labelled = len(chart.drawn) > 1 or chart.limit is not None
-    beside = labelled and len(chart.drawn) < 3  # a short legend stands beside the title, where it hides no line
+    beside = (
+        labelled and len(chart.drawn) < 3 and not chart.marks
+    )  # a short legend stands beside the title, where it hides no line
     axes.set_title(chart.title, fontsize=10, loc="left" if beside else "center")
     axes.set_xlabel(chart.over, fontsize=9)
     if chart.over == "tokens":

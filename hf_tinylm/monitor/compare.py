@@ -12,8 +12,7 @@ from .charts import Chart, Line, points
 from .curves import drawn, validation
 from .events import duration
 from .follow import column, number
-from .html import Html, element, missing, page, section, table
-from .report import leaves
+from .html import Html, element, leaves, missing, page, section, table
 from .run import Run
 
 _CURVES = (

@@ -13,6 +13,7 @@ from typing import Any
 from .diagnosis_course import (
     batch_below_noise_scale,
     clipping_always,
+    noise_behind_plateau,
     plateau_without_decay,
     rate_too_low,
     still_falling,
@@ -234,6 +235,15 @@ DIAGNOSES: tuple[tuple[Callable[[History], str | None], Words], ...] = (
     ),
 )
 
+# What is said of a plateau in place of its own words where the noise scale tells its cause.
+PLATEAU_OF_NOISE = Words(
+    "The loss is flat because the batch is far below the noise scale",
+    "At a constant rate the loss settles where the noise of the updates balances what they learn, and here nearly all "
+    "of an update is noise. It is no limit of the model: the same weights go on from here under a larger batch.",
+    "Branch from the newest checkpoint with its weights, a batch near the noise scale and a rate that falls to zero: "
+    "--init_from CHECKPOINT --global_batch_tokens N --lr_schedule cosine --min_lr_ratio 0 (docs/adopt-a-run.md).",
+)
+
 NAMES = tuple(find.__name__ for find, _ in DIAGNOSES)
 
 
@@ -243,6 +253,8 @@ def findings(history: History) -> list[Finding]:
     for find, words in DIAGNOSES:
         evidence = find(history)
         if evidence is not None:
+            if find is plateau_without_decay and (cause := noise_behind_plateau(history)) is not None:
+                words, evidence = PLATEAU_OF_NOISE, f"{evidence}; {cause}"
             found.append(Finding(find.__name__, words.title, evidence, words.meaning, words.next_step))
     return found
 

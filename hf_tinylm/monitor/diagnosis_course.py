@@ -70,20 +70,36 @@ def plateau_without_decay(history: History) -> str | None:
 
 def batch_below_noise_scale(history: History) -> str | None:
     """The noise scale is above 9.5 updates of tokens, even with two standard errors more signal than was seen."""
-    signals, noises, batch = history["gradient_signal"], history["gradient_noise"], history.batch_tokens
+    least, batch = _least_noise_scale(history), history.batch_tokens
+    if least is None or not batch or least <= _NOISE * batch:
+        return None
+    measured = int(min(_RECENT, (~np.isnan(history["gradient_signal"])).sum()))
+    return (
+        f"noise scale above {least:,.0f} tokens over the last {measured} updates, {batch:,.0f} tokens an update: "
+        f"at most {batch / (batch + least):.0%} of one is signal"
+    )
+
+
+def noise_behind_plateau(history: History) -> str | None:
+    """Why a loss stays flat at a constant rate, where that is the noise of a batch far below the noise scale."""
+    least, batch = _least_noise_scale(history), history.batch_tokens
+    if least is None or not batch or least <= _NOISE * batch:
+        return None
+    estimate = history.last("noise_scale")
+    scale = f"{estimate:,.0f} tokens (at least {least:,.0f})" if estimate else f"at least {least:,.0f} tokens"
+    return f"a batch of {batch:,.0f} tokens is far below the noise scale of {scale}"
+
+
+def _least_noise_scale(history: History) -> float | None:
+    """The noise scale in tokens if the signal is two standard errors above what was seen; None: too little is known."""
+    signals, noises = history["gradient_signal"], history["gradient_noise"]
     known = ~np.isnan(signals) & ~np.isnan(noises)
     signals, noises = signals[known][-_RECENT:], noises[known][-_RECENT:]
-    if len(signals) < 100 or not batch:
+    if len(signals) < 100:
         return None
     blocks = np.array([block.mean() for block in np.array_split(signals, 10)])
     most = float(signals.mean() + 2 * blocks.std(ddof=1) / np.sqrt(10))
-    least = float(noises.mean()) / most if most > 0 else 0.0
-    if least <= _NOISE * batch:
-        return None
-    return (
-        f"noise scale above {least:,.0f} tokens over the last {len(signals)} updates, {batch:,.0f} tokens an update: "
-        f"at most {batch / (batch + least):.0%} of one is signal"
-    )
+    return float(noises.mean()) / most if most > 0 else 0.0
 
 
 def clipping_always(history: History) -> str | None:

@@ -19,7 +19,8 @@ _THROWN_AWAY = {
 EVENT_FIELDS: dict[str, dict[str, str]] = {
     "started": {
         **{"updates": "integer", "train_tokens": "integer", "dropped_ids": "integer or null"},
-        **{"branch_from": "text or null", **_THROWN_AWAY},
+        **{"branch_from": "text or null", "init_from": "text or null", "inherited_tokens": "integer or null"},
+        **{"init_weights_sha256": "text", "moments": "text", "changed": "list of text", **_THROWN_AWAY},
     },
     "resumed": {"checkpoint": "text", "changed": "list of text", **_THROWN_AWAY},
     "saved": {
@@ -87,13 +88,22 @@ def _count(event: dict[str, Any], key: str) -> str:
 
 
 def _started(event: dict[str, Any]) -> str:
-    return f"started: {_count(event, 'updates')} updates, {_count(event, 'train_tokens')} tokens{_dropped(event)}"
+    of = f"started: {_count(event, 'updates')} updates, {_count(event, 'train_tokens')} tokens{_dropped(event)}"
+    if event.get("init_from") is None:
+        return of
+    tokens, digest = number(event, "inherited_tokens"), str(event.get("init_weights_sha256"))
+    after = "" if tokens is None else f" after {tokens:,.0f} tokens"
+    kept = f"weights kept ({digest[:12]}), moments {event.get('moments', 'unknown')}"
+    return f"{of}; from {event['init_from']}{after}, {kept}{_changed(event)}"
+
+
+def _changed(event: dict[str, Any]) -> str:
+    changed = event.get("changed")
+    return f"; changed: {'; '.join(map(str, changed))}" if isinstance(changed, list) and changed else ""
 
 
 def _resumed(event: dict[str, Any]) -> str:
-    changed = event.get("changed")
-    told = f"; changed: {'; '.join(map(str, changed))}" if isinstance(changed, list) and changed else ""
-    return f"resumed from {event.get('checkpoint', 'a checkpoint')}{_dropped(event)}{told}"
+    return f"resumed from {event.get('checkpoint', 'a checkpoint')}{_dropped(event)}{_changed(event)}"
 
 
 def _dropped(event: dict[str, Any]) -> str:

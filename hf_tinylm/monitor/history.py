@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from ..contract import beginning
 from .follow import column, number
 from .run import Run
 
 _COLUMNS = (
     *("step", "supervised_tokens", "loss", "learning_rate", "grad_norm", "seconds", "data_seconds", "wall_seconds"),
-    *("tokens_per_second", "mfu", "gradient_signal", "gradient_noise"),
+    *("tokens_per_second", "mfu", "gradient_signal", "gradient_noise", "noise_scale"),
 )
 
 
@@ -90,7 +91,7 @@ def history_of(run: Run) -> History:
         batch_tokens=batch,
         batch_grows=batch != number(training, "global_batch_tokens"),
         epoch_tokens=None if windows is None or length is None else windows * length,
-        branched=isinstance(training, dict) and training.get("init_from") is not None,
+        branched=beginning(run.fact("identity")) is not None,
         conversations=bool(run.fact("identity", "data", "conversations_sha256")),
         finished=run.finished,
     )

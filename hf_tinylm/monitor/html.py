@@ -65,6 +65,13 @@ def section(title: str, *inside: Any) -> Html:
     return element("section", element("h2", title), *inside)
 
 
+def leaves(value: Any, where: str = "") -> list[tuple[str, Any]]:
+    """(dotted name, value) of every value inside nested objects."""
+    if not isinstance(value, dict):
+        return [(where, value)]
+    return [pair for key in value for pair in leaves(value[key], f"{where}.{key}" if where else str(key))]
+
+
 def missing(words: str) -> Html:
     """What is said where something is not there."""
     return element("p", words, name="soft")

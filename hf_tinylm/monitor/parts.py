@@ -45,6 +45,11 @@ def evaluations(run: Run) -> Html:
     by_source = last.get("eval_loss_by_source")
     parts = [(name, form(number(by_source, name), ".4f")) for name in by_source] if isinstance(by_source, dict) else []
     sources = table(("source", "validation loss"), parts) if parts else Html()
+    others = last.get("eval_sets") if isinstance(last.get("eval_sets"), dict) else {}
+    if others:
+        keys = (("eval_loss", ".4f"), ("bits_per_byte", ".4f"), ("eval_tokens", ",.0f"))
+        cells = [(name, *(form(number(one, key), spec) for key, spec in keys)) for name, one in others.items()]
+        sources = Html(sources + table(("other set", "validation loss", "bits per byte", "tokens"), cells))
     told = table(head, rows) if rows else missing("eval/ holds no report: hf-tinylm eval writes them.")
     return section("Evaluation", element("p", words), sources, told, *faults)
 

@@ -6,14 +6,14 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from ..contract import MANIFEST, RUN_FILE
 from ..files import read_json, sha256_of_file, write_text
 from .curves import clipped_share, drawn, run_charts
 from .diagnosis import diagnose
 from .events import clock
-from .html import Html, element, missing, page, section, table
+from .html import Html, element, leaves, missing, page, section, table
+from .lineage import lineage_section
 from .parts import checkpoints, evaluations, findings, hardware, incidents, samples, timeline, times, whole
 from .planned import planned_and_measured
 from .run import Run
@@ -26,7 +26,8 @@ _EVENTS = 2_000
 def report_page(run: Run) -> str:
     """The page of one run."""
     parts = (
-        *(planned_and_measured(run), findings(diagnose(run)), _curves(run), evaluations(run), samples(run, _MOMENTS)),
+        *(planned_and_measured(run), findings(diagnose(run)), lineage_section(run), _curves(run), evaluations(run)),
+        samples(run, _MOMENTS),
         *(incidents(run), times(run), hardware(run), checkpoints(run), timeline(run, _EVENTS)),
         *(_contract(run), _data(run), _environment(run), _hashes(run)),
     )
@@ -110,10 +111,3 @@ def _hashes(run: Run) -> Html:
     now = {f"{path}, as it is now": sha256_of_file(run.folder / path) for path in here if (run.folder / path).is_file()}
     rows = [(name, element("span", digest, name="hash")) for name, digest in (found | now).items() if digest]
     return section("Hashes (SHA-256)", table((), rows))
-
-
-def leaves(value: Any, where: str = "") -> list[tuple[str, Any]]:
-    """(dotted name, value) of every value inside nested objects."""
-    if not isinstance(value, dict):
-        return [(where, value)]
-    return [pair for key in value for pair in leaves(value[key], f"{where}.{key}" if where else str(key))]

@@ -134,7 +134,13 @@ def _evaluation(row: dict[str, Any] | None) -> str:
     if row is None:
         return "none yet"
     step, loss, bits = number(row, "step") or 0, number(row, "eval_loss"), number(row, "bits_per_byte")
-    return f"{loss:.4f} at update {step:,.0f}" + ("" if bits is None else f", {bits:.4f} bits per byte")
+    others = row.get("eval_sets")
+    told = "".join(
+        f"; {name} {value:.4f}"
+        for name, one in (others.items() if isinstance(others, dict) else ())
+        if (value := number(one, "eval_loss")) is not None
+    )
+    return f"{loss:.4f} at update {step:,.0f}" + ("" if bits is None else f", {bits:.4f} bits per byte") + told
 
 
 def _speed(state: dict[str, Any]) -> str:

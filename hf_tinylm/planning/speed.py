@@ -162,7 +162,7 @@ def _timeline(
     return timeline(
         hours, updates.updates, training.save_steps, training.save_minutes,
         checkpoint_bytes(shape, training.optim) / ASSUMED_SAVE_BYTES_PER_SECOND if save is None else save,
-        training.eval_steps, config.evaluation.eval_tokens, rate,
+        training.eval_steps, config.evaluation.eval_tokens * (1 + len(config.evaluation.eval_sets)), rate,
         ASSUMED_STARTUP_SECONDS if startup is None else startup,
     )  # fmt: skip
 

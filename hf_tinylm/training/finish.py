@@ -31,6 +31,8 @@ def run_summary(trainer: LMTrainer) -> dict[str, str]:
         found["validation loss"] = f"{last['eval_loss']:.4f} nats per token over {last['eval_tokens']:,} tokens"
         if "bits_per_byte" in last:
             found["validation bits per byte"] = f"{last['bits_per_byte']:.4f}"
+        for name, one in last.get("eval_sets", {}).items():
+            found[f"validation loss on {name}"] = f"{one['eval_loss']:.4f} over {one['eval_tokens']:,.0f} tokens"
     return found
 
 

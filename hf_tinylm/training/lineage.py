@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..contract import RUN_FILE, difference
-from ..errors import CheckpointError, ContractError
+from ..contract import DONE_FILE, MANIFEST, RUN_FILE, difference, inherited_tokens
+from ..errors import CheckpointError, ContractError, TokenizerError, TrainingError
 from ..files import read_json, sha256_of_file
 from ..modeling.configuration import TinyLMConfig
 from ..modeling.factory import load_model
 from ..modeling.model import TinyLMForCausalLM
 from .checkpoint import checkpoint_fault, read_checkpoint
-from .optimizer import load_optimizer_tensors
+from .optimizer import load_optimizer_tensors, moments_are_zero
 from .schedule import Schedule, recorded_schedule
 
 # What a run that goes on from another one's checkpoint may have otherwise, if the rates so far were the same.
@@ -27,26 +29,89 @@ _NO_SHAPE = ("initializer_range", "attention_dropout", "max_position_embeddings"
 
 
 def lineage(init_from: str, with_optimizer: bool) -> dict[str, Any]:
-    """What a branch starts from, by content: hashes of its weights, and the identity of the run they are of."""
+    """What a branch starts from, by content: hashes of its weights, and the identity of the run they are of.
+
+    Returns:
+        `path`, `weights_sha256` of each file, `manifest_sha256` of a checkpoint, `with_optimizer`, `parent_identity`,
+        `step` and `parent_tokens` (updates and supervised targets of the parent so far), and `inherited_tokens` (those
+        of the parent's own ancestors too); None for what the folder does not tell.
+    """
     folder = Path(init_from)
-    parent = folder.parent / RUN_FILE
+    parent, manifest = folder.parent / RUN_FILE, folder / MANIFEST
+    identity = read_json(parent)["identity"] if parent.is_file() else None
+    step, tokens = _progress(folder)
+    before = None if identity is None else inherited_tokens(identity)
     return {
         "path": str(folder.resolve()),
         "weights_sha256": {path.name: sha256_of_file(path) for path in sorted(folder.glob("model*.safetensors"))},
+        "manifest_sha256": sha256_of_file(manifest) if manifest.is_file() else None,
         "with_optimizer": with_optimizer,
-        "parent_identity": read_json(parent)["identity"] if parent.is_file() else None,
+        "step": step,
+        "parent_tokens": tokens,
+        "inherited_tokens": None if tokens is None or before is None else before + tokens,
+        "parent_identity": identity,
     }
+
+
+def _progress(folder: Path) -> tuple[int | None, int | None]:
+    """Updates and targets behind the weights of a checkpoint, or of the final folder of a finished run."""
+    if (folder / "trainer_state.json").is_file():
+        state = read_json(folder / "trainer_state.json")
+        return int(state["step"]), int(state["supervised_tokens"])
+    if folder.name == "final" and (folder.parent / DONE_FILE).is_file():
+        done = read_json(folder.parent / DONE_FILE)
+        return int(done["updates"]), int(done["supervised_tokens"])
+    return None, None
+
+
+def changed_since(parent_identity: dict[str, Any] | None, identity: dict[str, Any]) -> list[str]:
+    """What a branch does otherwise than the run that it starts from: `["training.learning_rate: 6e-05 -> 0.00024"]`."""
+    if parent_identity is None:
+        return []
+    before, now = (
+        {
+            "training": {k: v for k, v in one["training"].items() if k not in ("init_from", "branch_from")},
+            "data": one.get("data"),
+        }
+        for one in (parent_identity, identity)
+    )
+    return difference(before, now)
+
+
+def check_tokenizer(init_from: str, tokenizer_sha256: str | None) -> None:
+    """Refuse weights of another tokenizer: each row of their embedding would stand for another token.
+
+    Args:
+        tokenizer_sha256: of the new run; None: it is not known.
+
+    Raises:
+        TokenizerError: with both hashes.
+    """
+    parent = Path(init_from).parent / RUN_FILE
+    theirs = read_json(parent)["identity"].get("data", {}).get("tokenizer_sha256") if parent.is_file() else None
+    if theirs is None or tokenizer_sha256 is None or theirs == tokenizer_sha256:
+        return
+    raise TokenizerError(
+        f"init_from {init_from} was trained with the tokenizer {theirs[:12]}..., and this run has "
+        f"{tokenizer_sha256[:12]}...: ids would mean other tokens. Give the parent's tokenizer_path and write the "
+        "shards with it: hf-tinylm prepare."
+    )
 
 
 def initialise_from(
     init_from: str, with_optimizer: bool, model: TinyLMForCausalLM, optimizer: torch.optim.Optimizer
-) -> None:
-    """Copy the weights (and moments) of a checkpoint or model folder into a new run.
+) -> dict[str, Any]:
+    """Copy the weights (and moments) of a checkpoint or model folder into a new run, and look whether they arrived.
+
+    Returns:
+        `init_weights_sha256`: hash of the weights that the run begins with, equal to that of the folder's; and
+        `moments`: `kept` or `zero`.
 
     Raises:
         ConfigError: the folder holds no model.
         ContractError: its model has another shape.
-        CheckpointError: the moments are asked for, and the folder is no whole checkpoint.
+        CheckpointError: the moments are asked for, and the folder is no whole checkpoint, or another optimizer's.
+        TrainingError: the weights are not those of the folder, or the moments not zero.
     """
     folder = Path(init_from)
     source = load_model(folder)
@@ -62,11 +127,27 @@ def initialise_from(
         for name, tensor in source.state_dict().items():
             rows = tokens if name in model.vocabulary_weights else len(tensor)
             state[name][:rows].copy_(tensor[:rows])
+    theirs, ours = (sha256_of_weights(each, model.vocabulary_weights, tokens) for each in (source, model))
+    if theirs != ours:
+        raise TrainingError(f"The weights are not those of {folder}: their hash is {ours[:12]}, not {theirs[:12]}.")
     if with_optimizer:
         fault = checkpoint_fault(folder)
         if fault:
             raise CheckpointError(f"init_optimizer needs a whole checkpoint, and {folder} is none: {fault}.")
         load_optimizer_tensors(optimizer, model, read_checkpoint(folder).optimizer)
+    elif not moments_are_zero(optimizer):
+        raise TrainingError("The optimizer has been used before this run began; its moments must be zero.")
+    return {"init_weights_sha256": ours, "moments": "kept" if with_optimizer else "zero"}
+
+
+def sha256_of_weights(model: torch.nn.Module, vocabulary_weights: Collection[str], tokens: int) -> str:
+    """Hash of the names and bits of all weights, without rows that pad the vocabulary beyond `tokens`."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        rows = tokens if name in vocabulary_weights else len(tensor)
+        digest.update(name.encode() + b"\0")
+        digest.update(tensor[:rows].detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def check_branch(folder: Path, identity: dict[str, Any], schedule: Schedule) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Key of a parameter group: its learning rate as a multiple of the scheduled one; groups without it have that one.
 RATE_RATIO = "rate_ratio"
 _SMALLEST = torch.finfo(torch.float32).tiny
+_ADAMW_STATE, _MUON_STATE = {"exp_avg", "exp_avg_sq", "step"}, {"momentum_buffer"}
 _NOT_HIDDEN = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -193,14 +194,21 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     return tensors
 
 
+def moments_are_zero(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer remembers no gradient: it has no state yet, or one of zeros."""
+    held = (value for state in optimizer.state.values() for value in state.values())
+    return not any(bool(value.any()) if torch.is_tensor(value) else bool(value) for value in held)
+
+
 def load_optimizer_tensors(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, torch.Tensor]
 ) -> None:
     """Put tensors written by `optimizer_tensors` back; every parameter must have its state.
 
     Raises:
-        CheckpointError: naming the first parameter whose state is missing or of another shape.
+        CheckpointError: naming the first parameter whose state is missing, of another shape, or another optimizer's.
     """
+    kinds = {id(p): _ADAMW_STATE if "betas" in g else _MUON_STATE for g in optimizer.param_groups for p in g["params"]}
     names = {id(parameter): name for name, parameter in named_trainable_parameters(model).items()}
     by_parameter: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names.values()}
     for key, tensor in tensors.items():
@@ -214,6 +222,12 @@ def load_optimizer_tensors(
         found = by_parameter[name]
         if not found:
             raise CheckpointError(f"The optimizer file holds no state of {name}.")
+        if set(found) != kinds[id(parameter)]:
+            raise CheckpointError(
+                f"The optimizer file holds {', '.join(sorted(found))} of {name}, and this run's optimizer keeps "
+                f"{', '.join(sorted(kinds[id(parameter)]))}: they are of different kinds. Give the optim of the run "
+                "that the file is of, or leave out init_optimizer: moments then begin at zero."
+            )
         for kind, tensor in found.items():
             if tensor.ndim and tensor.shape != parameter.shape:
                 raise CheckpointError(

@@ -21,7 +21,7 @@ from .clocks import Clocks
 from .device import device_name
 from .folder import RunLock, check_disk, is_start_that_was_killed, leftovers, remove_leftovers, size_of
 from .inputs import input_facts
-from .lineage import check_branch, initialise_from, lineage
+from .lineage import changed_since, check_branch, check_tokenizer, initialise_from, lineage
 from .metrics import EVENTS, METRICS, Events, JsonLines
 from .mirror import Mirror
 from .optimizer import load_optimizer_tensors, optimizer_tensors
@@ -85,7 +85,7 @@ class RunRecord:
             folder, passed_over = select_checkpoint(self.output_dir, asked, self._nearby) if asked else (None, [])
         agree_on_checkpoint(folder)
         with failure_told():
-            branch, changed = self._take(bool(asked), folder, passed_over)
+            branch, begun, changed = self._take(bool(asked), folder, passed_over)
         all_are_here()  # and have selected their checkpoint before any is renamed
         if folder is not None:
             snapshot = read_checkpoint(self._nearby(folder))
@@ -101,12 +101,18 @@ class RunRecord:
             self.metrics.begin_with(branch.parent / METRICS, snapshot.step)
             self.events.add("started", snapshot.step, **facts, branch_from=str(branch), **self._restore(snapshot))
             return True
-        self.events.add("started", 0, **facts, **self._continue_clocks({}, 0))
+        self.events.add("started", 0, **facts, **begun, **self._continue_clocks({}, 0))
         self._go_back_to(0)
         return False
 
-    def _take(self, asked: bool, folder: Path | None, passed_over: list[str]) -> tuple[Path | None, list[str]]:
-        """Write or check the contract and take the lock; the checkpoint to branch from, and changes in execution."""
+    def _take(
+        self, asked: bool, folder: Path | None, passed_over: list[str]
+    ) -> tuple[Path | None, dict[str, Any], list[str]]:
+        """Write or check the contract and take the lock.
+
+        Returns:
+            The checkpoint to branch from; what is said of weights that were taken up; and changes in execution.
+        """
         args = self.trainer.args
         known = asked and (self.output_dir / RUN_FILE).is_file()
         contract = self._contract(known)
@@ -116,9 +122,7 @@ class RunRecord:
         if folder is None and args.branch_from is not None:
             branch = Path(args.branch_from)
             check_branch(branch, contract["identity"], self.trainer.schedule)
-        if folder is None and args.init_from is not None:
-            start = str(self._nearby(Path(args.init_from), "init_from"))
-            initialise_from(start, args.init_optimizer, self.trainer.model, self.trainer.optimizer)
+        begun = self._begin(args.init_from, contract["identity"]) if folder is None and args.init_from else {}
         if self.main:
             if not known and not is_start_that_was_killed(self.output_dir):
                 refuse_folder_in_use(self.output_dir)
@@ -130,7 +134,18 @@ class RunRecord:
                 write_contract(self.output_dir, contract)
             self._tell(trace, passed_over, changed)
             self.mirror.start()
-        return branch, changed
+        return branch, begun, changed
+
+    def _begin(self, init_from: str, identity: dict[str, Any]) -> dict[str, Any]:
+        """Take up the weights that a new run begins with; what its first event says of them."""
+        trainer = self.trainer
+        check_tokenizer(init_from, trainer.run_facts.get("tokenizer_sha256"))
+        start = str(self._nearby(Path(init_from), "init_from"))
+        found = initialise_from(start, trainer.args.init_optimizer, trainer.model, trainer.optimizer)
+        recorded = identity["training"]["init_from"] or {}  # which the main process has
+        changed = changed_since(recorded.get("parent_identity"), identity)
+        inherited = recorded.get("inherited_tokens")
+        return {"init_from": init_from, "inherited_tokens": inherited, **found, "changed": changed}
 
     def save(self, evaluation_due: bool, eval_loss: float | None) -> None:
         """Save the state after the present update; the write goes on in the background."""

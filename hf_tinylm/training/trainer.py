@@ -42,7 +42,7 @@ from .record import RunRecord
 from .schedule import momentum_at, schedule_of
 from .source_loss import by_source, training_sources
 from .update import Update, UpdateResult
-from .validation import evaluation_row, is_best, validate
+from .validation import evaluation_row, is_best, validate, validation_metrics
 from .wrapping import wrapped_for_training
 
 # A float16 gradient that still overflows after so many halvings of the scale is not an overflow of the scale.
@@ -58,6 +58,7 @@ class LMTrainer(Trainer):
         train_dataset: windows with `sequence_length`, `len()` (windows per epoch) and `batch(ks)` giving `input_ids`
             and `shift_labels` (n, T) for any window numbers ks (`data.windows.TokenWindows`).
         eval_dataset: the same; its first `eval_tokens` targets are the validation set, every time.
+        eval_sets: others by name, each validated in the same way beside it.
         processing_class: the tokenizer, saved with the model.
         token_bytes: (V,) bytes of each token, for bits per byte; without it that number is left out.
         run_facts: what else identifies the run, such as hashes of its data; kept in run.json and compared on resume.
@@ -88,6 +89,7 @@ class LMTrainer(Trainer):
         run_config: dict[str, Any] | None = None,
         export_bytes: int = 0,
         began: float | None = None,
+        eval_sets: dict[str, Any] | None = None,
     ) -> None:
         if not isinstance(args, LMTrainingArguments):
             raise ConfigError(f"LMTrainer needs LMTrainingArguments, not {type(args).__name__}.")
@@ -100,7 +102,8 @@ class LMTrainer(Trainer):
         args.torch_compile, self.not_compiled = compiles(args.torch_compile, flops, args.device.type)
         self.sources = training_sources(args.source_loss, train_dataset)
         self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
-        self.run_facts, self.run_config, self.export_bytes = run_facts or {}, run_config, export_bytes
+        self.run_facts, self.eval_sets = run_facts or {}, eval_sets or {}
+        self.run_config, self.export_bytes = run_config, export_bytes
         super().__init__(
             model=model,
             args=args,
@@ -183,17 +186,14 @@ class LMTrainer(Trainer):
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if dataset is None:
             raise TrainingError("There is no validation set to evaluate on. Pass eval_dataset.")
-        args = self.args
+        args, sets = self.args, {"": dataset, **(self.eval_sets if eval_dataset is None else {})}
         with undisturbed_random(), self.record.clocks.measure("evaluation_seconds"):
-            found = validate(
-                self.accelerator, self.model, dataset, args.eval_tokens, args.per_device_eval_batch_size,
+            metrics = validation_metrics(sets, metric_key_prefix, lambda windows: validate(
+                self.accelerator, self.model, windows, args.eval_tokens, args.per_device_eval_batch_size,
                 self.token_bytes, lambda: self.is_in_train and INTERRUPT.requested,
-            )  # fmt: skip
-        if found is None:
+            ))  # fmt: skip
+        if not metrics:
             return {}
-        parts = found.pop("loss_by_source", {})
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
-        metrics |= {f"{metric_key_prefix}_loss/{name}": value for name, value in parts.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -412,7 +412,7 @@ class LMTrainer(Trainer):
         self.evaluation_due = not found
         if not found:
             return None
-        self.record.metrics.append({"step": self.state.global_step, **evaluation_row(found)})
+        self.record.metrics.append({"step": self.state.global_step, **evaluation_row(found, self.eval_sets)})
         wall = round(self.record.clocks.wall_seconds, 6)
         self.record.events.add("evaluated", self.state.global_step, eval_loss=found["eval_loss"], wall_seconds=wall)
         if is_best(found, self.args, self.state) and self.args.save_best:

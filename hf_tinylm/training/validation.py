@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -83,16 +83,45 @@ def validate(
     return found
 
 
+def validation_metrics(
+    sets: dict[str, Any], prefix: str, score: Callable[[Any], dict[str, Any] | None]
+) -> dict[str, float]:
+    """What `score` (a `validate`) finds on each set, as Hugging Face names it: `eval_loss`, and `eval_NAME_loss`.
+
+    Args:
+        sets: datasets by name; the run's own has the name `""`.
+
+    Returns:
+        The metrics, with `eval_loss/SOURCE` for each source of the run's own; none when a set was ended early.
+    """
+    metrics: dict[str, float] = {}
+    for name, dataset in sets.items():
+        found = score(dataset)
+        if found is None:
+            return {}
+        parts = found.pop("loss_by_source", {})
+        of = f"{prefix}_{name}" if name else prefix
+        metrics |= {f"{of}_{key}": value for key, value in found.items()}
+        metrics |= {} if name else {f"{of}_loss/{source}": value for source, value in parts.items()}
+    return metrics
+
+
 def validation_windows(dataset: Any, eval_tokens: int) -> int:
     """How many windows hold `eval_tokens` targets: whole ones, at least one, at most all."""
     return min(len(dataset), max(1, eval_tokens // int(dataset.sequence_length)))
 
 
-def evaluation_row(metrics: dict[str, float]) -> dict[str, Any]:
-    """What metrics.jsonl says of an evaluation, from what `LMTrainer.evaluate` gives."""
+def evaluation_row(metrics: dict[str, float], sets: Collection[str] = ()) -> dict[str, Any]:
+    """What metrics.jsonl says of an evaluation, from what `LMTrainer.evaluate` gives; `sets` are other ones' names."""
     row: dict[str, Any] = {"eval_loss": metrics["eval_loss"]}
     if "eval_bits_per_byte" in metrics:
         row["bits_per_byte"] = metrics["eval_bits_per_byte"]
+    if sets:
+        keys = {"loss": "eval_loss", "bits_per_byte": "bits_per_byte", "tokens": "eval_tokens"}
+        row["eval_sets"] = {
+            name: {told: metrics[of] for key, told in keys.items() if (of := f"eval_{name}_{key}") in metrics}
+            for name in sets
+        }
     prefix = "eval_loss/"
     if parts := {k.removeprefix(prefix): value for k, value in metrics.items() if k.startswith(prefix)}:
         row["eval_loss_by_source"] = parts

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,8 @@ import torch
 
 from hf_tinylm.config import load_config
 from hf_tinylm.data.pack import open_pack
-from hf_tinylm.errors import ConfigError, TokenizerError
+from hf_tinylm.errors import ConfigError, DataError, TokenizerError
+from hf_tinylm.sections import RunConfig
 from hf_tinylm.tokenization.load import save_tokenizer
 from hf_tinylm.tokenization.train import train_tokenizer
 
@@ -44,6 +47,49 @@ def test_shards_of_another_tokenizer_are_refused(tiny_config: Path, tmp_path: Pa
     save_tokenizer(other, tmp_path / "other")
     with pytest.raises(TokenizerError, match="was written with the tokenizer"):
         open_pack(load_config(str(tiny_config), ["--tokenizer_path", str(tmp_path / "other")]))
+
+
+def with_set(config: Path, shards: Path, name: str = "old") -> RunConfig:
+    return load_config(str(config), ["--eval_sets", json.dumps([{"name": name, "shards": str(shards)}])])
+
+
+def test_the_held_out_text_of_another_pack_is_read_without_its_training_files(
+    tiny_config: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_config.parent / "shards", tmp_path / "old")
+    shutil.rmtree(tmp_path / "old" / "train")
+    pack = open_pack(with_set(tiny_config, tmp_path / "old"))
+    assert list(pack.eval_sets) == ["old"]
+    assert np.array_equal(pack.eval_sets["old"].gather(range(20)), pack.validation.gather(range(20)))
+    assert pack.identity["eval_sets"] == {"old": pack.identity["shards_sha256"]}
+
+
+def test_another_pack_must_be_whole_of_the_same_tokenizer_and_have_held_out_text(
+    tiny_config: Path, tmp_path: Path
+) -> None:
+    for name in ("damaged", "foreign", "empty"):
+        shutil.copytree(tiny_config.parent / "shards", tmp_path / name)
+    shard = next((tmp_path / "damaged" / "validation").glob("*.arrow"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    for name, change in (("foreign", {"tokenizer_sha256": "f" * 64}), ("empty", {})):
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text()) | change
+        if name == "empty":
+            manifest["splits"]["validation"]["shards"] = []
+        (tmp_path / name / "manifest.json").write_text(json.dumps(manifest))
+    for name, error, told in (
+        ("damaged", DataError, "has SHA-256"),
+        ("foreign", TokenizerError, "foreign was written with the tokenizer ffffffffffff"),
+        ("empty", DataError, "empty has no validation shards"),
+        ("nowhere", DataError, "nowhere is not a folder of token shards"),
+    ):
+        with pytest.raises(error, match=told):
+            open_pack(with_set(tiny_config, tmp_path / name))
+
+
+@pytest.mark.parametrize("sets", ['[{name: "a b", shards: x}]', "[{name: a, shards: x}, {name: a, shards: y}]"])
+def test_sets_need_names_of_their_own(tiny_config: Path, sets: str) -> None:
+    with pytest.raises(ConfigError, match="eval_sets has the name 'a"):
+        load_config(str(tiny_config), ["--eval_sets", sets])
 
 
 @pytest.mark.parametrize(("key", "message"), [("shards", r"data\.shards is missing"), ("tokenizer_path", "is missing")])

@@ -11,6 +11,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,20 @@ def add_lines() -> Callable[..., None]:
             file.write(lines(row(one) if isinstance(one, int) else one for one in rows) + torn)
 
     return add
+
+
+@pytest.fixture
+def html_text() -> Callable[[str], str]:
+    """What a page says, with single spaces."""
+
+    def text_of(page: str) -> str:
+        pieces: list[str] = []
+        parser = HTMLParser()
+        parser.handle_data = pieces.append  # type: ignore[method-assign]
+        parser.feed(page)
+        return " ".join(" ".join(pieces).split())
+
+    return text_of
 
 
 class Browser:

@@ -44,6 +44,7 @@ def history(**changed: Any) -> History:
         "mfu": np.full(count, 0.4),
         "gradient_signal": np.random.default_rng(6).normal(1, 0.5, count),
         "gradient_noise": np.random.default_rng(7).normal(2_000, 500, count),  # a noise scale of 2,000 tokens
+        "noise_scale": np.full(count, np.nan),
     }
     columns |= {key: np.asarray(changed.pop(key), dtype=np.float64) for key in list(changed) if key in columns}
     scored = [{"step": s, "eval_loss": float(columns["loss"][s - 20 : s].mean())} for s in range(40, count + 1, 40)]
@@ -191,6 +192,27 @@ def test_a_diagnosis_fires_on_its_fault_and_not_near_it(name: str, sick: dict[st
     assert found[name].meaning
     assert found[name].next_step
     assert name not in names(history(**dict(near)))
+
+
+def test_a_plateau_is_explained_by_the_noise_scale_where_that_is_far_above_the_batch() -> None:
+    """The numbers of the evidence follow from the columns: 14,000 of noise over 1 and its two standard errors."""
+    flat = {"loss": FLAT, "learning_rate": np.full(400, 1e-3)}
+    noisy = {**flat, "gradient_noise": np.full(400, 14_000.0), "noise_scale": np.full(400, 14_321.0)}
+    plateau = {one.name: one for one in findings(history(**noisy))}["plateau_without_decay"]
+    assert plateau.title == "The loss is flat because the batch is far below the noise scale"
+    assert "a batch of 1,000 tokens is far below the noise scale of 14,321 tokens (at least " in plateau.evidence
+    least = int(re.search(r"\(at least ([\d,]+)\)", plateau.evidence)[1].replace(",", ""))
+    signals = history()["gradient_signal"][-200:]
+    blocks = np.array([block.mean() for block in np.array_split(signals, 10)])
+    assert least == pytest.approx(14_000 / (signals.mean() + 2 * blocks.std(ddof=1) / 10**0.5), abs=1)
+    assert "--init_from CHECKPOINT --global_batch_tokens N" in plateau.next_step
+    assert (DOCS / "adopt-a-run.md").is_file()
+    plain = {one.name: one for one in findings(history(**flat))}["plateau_without_decay"]
+    assert plain.title == "The loss is flat and the rate was never lowered"
+    assert "noise scale" not in plain.evidence
+    falling = {one.name for one in findings(history(gradient_noise=np.full(400, 14_000.0)))}
+    assert "plateau_without_decay" not in falling
+    assert "batch_below_noise_scale" in falling
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 19, 39, 99])

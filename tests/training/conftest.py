@@ -52,6 +52,12 @@ def ragged_windows() -> Callable[[str], RaggedWindows]:
 
 
 @pytest.fixture
+def token_windows() -> Callable[..., TokenWindows]:
+    """Validation windows of a stream of that seed."""
+    return lambda seed: TokenWindows([stream(1_500, seed)], LENGTH, "sequential", 0)
+
+
+@pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., LMTrainer]:
     """A small trainer; keyword arguments are fields of LMTrainingArguments, `model` holds keys of ModelSection."""
 
@@ -61,6 +67,8 @@ def make_trainer(tmp_path: Path) -> Callable[..., LMTrainer]:
         train: Any = None,
         evaluation: Any = None,
         callbacks: list[Any] | None = None,
+        eval_sets: dict[str, Any] | None = None,
+        run_facts: dict[str, Any] | None = None,
         vocabulary: int = VOCABULARY,
         length: int = LENGTH,
         **fields: Any,
@@ -94,6 +102,8 @@ def make_trainer(tmp_path: Path) -> Callable[..., LMTrainer]:
             evaluation if evaluation is not None else TokenWindows([stream(1_500, 2)], LENGTH, "sequential", 0),
             callbacks=callbacks,
             token_bytes=np.arange(vocabulary, dtype=np.int64) % 5,
+            eval_sets=eval_sets,
+            run_facts=run_facts,
         )
 
     return make
