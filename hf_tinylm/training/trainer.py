@@ -33,7 +33,7 @@ from .compiling import compiles
 from .interrupt import INTERRUPT
 from .metrics import peak_flops
 from .noise_scale import NoiseMeter
-from .nonfinite import describe_failure
+from .nonfinite import pass_over
 from .optimizer import optimizer_of, set_momentum
 from .prefetch import Prefetched
 from .processes import gathered
@@ -255,7 +255,8 @@ class LMTrainer(Trainer):
         self.noise.before_update(number)
         result = self._attempt(batches, updates, done_before)
         if not result.applied:
-            self._pass_over(number, result, batches)
+            self.skipped_windows += pass_over(self, number, result, batches)
+            self.skipped_batches += 1
             return 0.0
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
         synchronise(self.args.device)
@@ -342,30 +343,6 @@ class LMTrainer(Trainer):
             f"{reason} ended the run after update {step:,} of {self.plan.updates:,}; checkpoint-{step:08d} is "
             f"saved in {self.output_dir}. Go on with --resume_from_checkpoint auto.",
             code,
-        )
-
-    def _pass_over(self, number: int, result: UpdateResult, batches: list[dict[str, torch.Tensor]]) -> None:
-        """Record an update that was not applied, and stop the run unless it may be skipped."""
-        first, taken = self.plan.windows_before(number) + self.skipped_windows, self.plan.windows_of(number)
-        rows = self.plan.per_device_train_batch_size
-        own = first + self.accelerator.process_index * self.plan.windows_of_process(number)
-        windows = [own + batch * rows + row for batch in result.bad_batches for row in range(rows)]
-        facts = describe_failure(self.accelerator, windows, batches, result, self.processing_class)
-        skip = self.args.nonfinite == "skip" and self.skipped_batches < self.args.nonfinite_limit
-        describe = getattr(self.train_dataset, "describe", None)
-        places = [describe(window) for window in facts["windows"][:8]] if describe else None
-        self.record.events.add("nonfinite", number, action="skipped" if skip else "stopped", **facts, places=places)
-        if skip:
-            self.skipped_batches += 1
-            self.skipped_windows += taken
-            return
-        last = first + taken - 1
-        where = ", ".join(f"{window:,}" for window in facts["windows"][:8]) or f"{first:,} to {last:,}"
-        good = self.record.last_checkpoint()
-        raise TrainingError(
-            f"Update {number + 1:,} has loss {result.loss} and gradient norm {result.grad_norm}; nothing of it was "
-            f"applied. Its windows with such a loss: {where}. The last good checkpoint is {good or 'none yet'}. "
-            "events.jsonl has their places and the text; lower learning_rate, or set nonfinite: skip."
         )
 
     def _count(self, result: UpdateResult, seconds: float) -> None:
