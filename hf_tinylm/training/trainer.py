@@ -295,10 +295,8 @@ class LMTrainer(Trainer):
         momentum = momentum_at(number, self.args.muon_momentum, self.args.muon_momentum_warmup_steps)
         set_momentum(self.optimizer, momentum)
         if getattr(self.train_dataset, "every_position_is_a_target", False):
-            known = (
-                self.plan.tokens_of_process(number, self.accelerator.process_index),
-                self.plan.tokens_of_update(number),
-            )
+            process = self.accelerator.process_index
+            known = (self.plan.tokens_of_process(number, process), self.plan.tokens_of_update(number))
         for _ in range(OVERFLOW_LIMIT):
             result = updates.run(batches, rate, lambda: (*self._requests(done_before + 1), *self.noise.own()), known)
             if not result.overflow:
