@@ -18,5 +18,7 @@ def rows_of_pass(rows: int, sequence_length: int, compiled_for_cpu: bool) -> int
 
     A divisor of `rows`, so that every pass has the same shape and one compiled code.
     """
-    most = max(1, TOKENS_OF_A_PASS // sequence_length) if compiled_for_cpu else rows
-    return max(count for count in range(1, min(rows, most) + 1) if rows % count == 0)
+    if not compiled_for_cpu:
+        return rows
+    most = min(rows, max(1, TOKENS_OF_A_PASS // sequence_length))
+    return next(count for count in range(most, 0, -1) if rows % count == 0)
