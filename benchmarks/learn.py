@@ -310,6 +310,8 @@ def main() -> None:
         )
         for variant in known.variant
     }
+    if any(config.training.batch_growth for config in configs.values()):
+        parser.error("updates of one size are counted here; leave batch_growth out")
     torch.set_num_threads(cpu_threads(next(iter(configs.values())).training.cpu_threads))
     systems = systems_of(configs, documents_of(known.text), known.hold_out, bool(known.peer), known.keep)
     seconds = None if known.minutes is None else 60 * known.minutes

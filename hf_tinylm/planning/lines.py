@@ -50,13 +50,16 @@ def _budget_lines(plan: dict[str, Any]) -> list[str]:
         epochs = f", {plan['epochs']:.3f} epochs of the {plan['available_tokens']:,} in {known}"
     steps = plan["gradient_accumulation_steps"]
     each = f"each on {plan['num_processes']:,} process{'es' if plan['num_processes'] > 1 else ''}"
-    accumulation = "" if steps is None else f", {steps:,} micro-batches {each}"
+    accumulation = "" if steps is None else f", {steps:,} micro-batch{'es' if steps > 1 else ''} {each}"
     usual = (plan["optim"], plan["lr_schedule"]) == ("adamw", "cosine")
     grown = [
         f"              from update {stage['from_update']:,} on of {stage['global_batch_tokens']:,} tokens: "
         f"{stage['updates']:,} updates, {stage['gradient_accumulation_steps'] or 'no whole'} micro-batches each"
         for stage in plan["stages"][1:]
     ]
+    size_of_last = plan["stages"][-1]["global_batch_tokens"]
+    partial = plan["last_update_tokens"] < size_of_last
+    last = f"{plan['last_update_tokens']:,} tokens, its tail masked" if partial else "full"
     stable = "" if plan["stable_updates"] is None else f": stable for {plan['stable_updates']:,} updates, then down"
     return [
         f"budget        {plan['train_tokens']:,} tokens{epochs}",
@@ -64,7 +67,7 @@ def _budget_lines(plan: dict[str, Any]) -> list[str]:
         f"{plan['reference_tokens']:,}",
         f"updates       {plan['updates']:,} of {plan['global_batch_tokens']:,} tokens{accumulation}",
         *grown,
-        f"              the last one {plan['last_update_tokens']:,} tokens, its tail masked",
+        f"              the last one {last}",
         *([] if usual else [f"rate          {plan['optim']}, {plan['lr_schedule']}{stable}"]),
         f"compute       {plan['total_flops']:.4g} FLOPs; {plan['total_flops_with_attention']:.4g} with attention",
         *([f"              {plan['optimizer_flops']:.4g} more for Muon"] if plan["optimizer_flops"] else []),
