@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # Compiling takes one to two minutes on a small machine. A run below so many FLOPs ends before that is won back.
 FEWEST_FLOPS = {"cpu": 3e14, "cuda": 3e16}
-# A processor multiplies more rows at once no faster, and weight gradients of more rows slower; they only take memory.
-TOKENS_OF_A_PASS = 4_096
+# A processor multiplies more rows at once no faster; they only take memory.
+TOKENS_OF_A_PASS = 2_048
 
 
 def compiling_pays(flops: float, device: str) -> bool:
