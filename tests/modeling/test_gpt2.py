@@ -216,16 +216,22 @@ def compared(one: Tensors, two: Tensors) -> tuple[float, float, float]:
     return float((a - b).norm() / b.norm()), abs(float(a.norm() / b.norm()) - 1), 1 - cosine
 
 
-def test_a_bfloat16_gradient_is_that_of_a_plain_bfloat16_reference(make_gpt2: Any) -> None:
-    """Stock GPT-2 and plain cross-entropy under autocast; 128 targets, a power of two, divide without rounding."""
-    model = make_gpt2(lively=False).train()
-    ids = torch.randint(0, VOCABULARY, (4, CONTEXT + 1), generator=torch.Generator().manual_seed(3))
-    inputs, targets = ids[:, :-1], ids[:, 1:]
+def bfloat16_gradients(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[Tensors, Tensors]:
+    """Ours, and those of stock GPT-2 of the same weights with plain cross-entropy, both under autocast."""
     stock = stock_model(model).train()
     with torch.autocast("cpu", torch.bfloat16):
         model(input_ids=inputs, shift_labels=targets).loss.backward()
         functional.cross_entropy(stock(inputs).logits.float().flatten(0, 1), targets.flatten()).backward()
     own, low = ({name: p.grad for name, p in each.named_parameters()} for each in (model, stock))
+    return own, low
+
+
+def test_a_bfloat16_gradient_is_that_of_a_plain_bfloat16_reference(make_gpt2: Any) -> None:
+    """Stock GPT-2 and plain cross-entropy under autocast; 128 targets, a power of two, divide without rounding."""
+    model = make_gpt2(lively=False).train()
+    ids = torch.randint(0, VOCABULARY, (4, CONTEXT + 1), generator=torch.Generator().manual_seed(3))
+    inputs, targets = ids[:, :-1], ids[:, 1:]
+    own, low = bfloat16_gradients(model, inputs, targets)
     difference, _, angle = compared(own, low)
     assert (difference <= 0.003, angle <= 4e-6) == (True, True), (difference, angle)
     difference, norm, angle = compared(own, plain_gradients(weights_of(model), inputs, targets))
@@ -238,11 +244,7 @@ def test_a_bfloat16_gradient_is_not_scaled_by_a_rounded_count(make_gpt2: Any) ->
     model = make_gpt2(lively=False).train()
     ids = torch.randint(0, VOCABULARY, (4, 31), generator=torch.Generator().manual_seed(3))
     inputs, targets = ids[:, :-1], ids[:, 1:]
-    stock = stock_model(model).train()
-    with torch.autocast("cpu", torch.bfloat16):
-        model(input_ids=inputs, shift_labels=targets).loss.backward()
-        functional.cross_entropy(stock(inputs).logits.float().flatten(0, 1), targets.flatten()).backward()
-    own, low = ({name: p.grad for name, p in each.named_parameters()} for each in (model, stock))
+    own, low = bfloat16_gradients(model, inputs, targets)
     plain = plain_gradients(weights_of(model), inputs, targets)
     (_, norm, angle), (_, stock_norm, _) = compared(own, plain), compared(low, plain)
     assert (norm <= 2e-4, stock_norm >= 1e-3, angle <= 2e-4) == (True, True, True), (norm, stock_norm, angle)
