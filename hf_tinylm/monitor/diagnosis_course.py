@@ -70,9 +70,9 @@ def plateau_without_decay(history: History) -> str | None:
 
 def batch_below_noise_scale(history: History) -> str | None:
     """The noise scale is above 9.5 updates of tokens, even with two standard errors more signal than was seen."""
-    if (least := _noise_scale_far_above_batch(history)) is None:
+    if (found := _noise_scale_far_above_batch(history)) is None:
         return None
-    batch = history.batch_tokens
+    least, batch = found
     measured = int(min(_RECENT, (~np.isnan(history["gradient_signal"])).sum()))
     return (
         f"noise scale above {least:,.0f} tokens over the last {measured} updates, {batch:,.0f} tokens an update: "
@@ -82,17 +82,18 @@ def batch_below_noise_scale(history: History) -> str | None:
 
 def noise_behind_plateau(history: History) -> str | None:
     """Why a loss stays flat at a constant rate, where that is the noise of a batch far below the noise scale."""
-    if (least := _noise_scale_far_above_batch(history)) is None:
+    if (found := _noise_scale_far_above_batch(history)) is None:
         return None
+    least, batch = found
     estimate = history.last("noise_scale")
     scale = f"{estimate:,.0f} tokens (at least {least:,.0f})" if estimate else f"at least {least:,.0f} tokens"
-    return f"a batch of {history.batch_tokens:,.0f} tokens is far below the noise scale of {scale}"
+    return f"a batch of {batch:,.0f} tokens is far below the noise scale of {scale}"
 
 
-def _noise_scale_far_above_batch(history: History) -> float | None:
-    """The least noise scale in tokens where it is far above an update's tokens; None where it is not, or unknown."""
+def _noise_scale_far_above_batch(history: History) -> tuple[float, float] | None:
+    """The least noise scale and an update's tokens where the one is far above the other; None if not, or unknown."""
     least, batch = _least_noise_scale(history), history.batch_tokens
-    return least if least is not None and batch and least > _NOISE * batch else None
+    return (least, batch) if least is not None and batch and least > _NOISE * batch else None
 
 
 def _least_noise_scale(history: History) -> float | None:
