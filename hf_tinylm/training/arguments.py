@@ -48,7 +48,7 @@ REFUSED: dict[str, str] = {
     "label_smoothing_factor": "the loss is plain cross-entropy",
     "fp16_full_eval": "evaluation uses the precision of training",
     "bf16_full_eval": "evaluation uses the precision of training",
-    "use_liger_kernel": "the model is not patched",
+    "use_liger_kernel": "the model is not patched; loss_kernel takes the kernel of the loss",
     "liger_kernel_config": "the model is not patched",
     "neftune_noise_alpha": "embeddings are not disturbed",
     "torch_empty_cache_steps": "the cache is left to torch",
@@ -133,6 +133,7 @@ class LMTrainingArguments(TrainingArguments):
     init_from: str | None = None
     init_optimizer: bool = False
     branch_from: str | None = None
+    loss_kernel: Literal["auto", "torch"] = "auto"
     source_loss: bool = False
     noise_scale: bool = True
     peak_flops: float | None = None
@@ -310,7 +311,7 @@ _SAME_NAME = (
     *("muon_momentum_warmup_steps", "muon_ns_steps", "lr_schedule", "decay_fraction", "decay_shape", "min_lr_ratio"),
     *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("price_per_hour", "note", "expect", "epochs", "source_loss", "stage_dir", "mirror_dir"),
-    *("noise_scale", "peak_flops"),
+    *("noise_scale", "peak_flops", "loss_kernel"),
 )
 
 

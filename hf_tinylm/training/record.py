@@ -46,7 +46,7 @@ ADDED_ARGUMENTS = (
 # Execution whose change alters the order of floating-point sums.
 CHANGES_BITS = (
     *("processes", "device", "cpu_threads", "per_device_train_batch_size", "torch_compile", "torch"),
-    *("attn_implementation", "tf32", "device_name"),
+    *("attn_implementation", "tf32", "device_name", "loss_kernel"),
 )
 
 
@@ -214,6 +214,7 @@ class RunRecord:
             "torch": torch.__version__,
             "attn_implementation": trainer.model.config._attn_implementation,
             "tf32": args.tf32,
+            **({} if trainer.loss_kernel.of_chunk is None else {"loss_kernel": trainer.loss_kernel.name}),
         }
         facts: dict[str, Any] = {"note": args.note, "expect": args.expect}
         facts["expected_tokens_per_second"] = trainer.expected_tokens_per_second
@@ -241,6 +242,10 @@ class RunRecord:
                 notices.append(f"eval_tokens={args.eval_tokens:,} were asked; validation has {there:,}, all are used.")
         if self.trainer.not_compiled:
             notices.append(f"{self.trainer.not_compiled} The run goes on without it; torch_compile: false says so.")
+        if self.trainer.loss_kernel.refused:
+            notices.append(self.trainer.loss_kernel.told)
+        elif args.device.type == "cuda":
+            print(self.trainer.loss_kernel.told, file=sys.stderr, flush=True)
         if args.device.type == "xla":
             notices += xla_notices(args.noise_scale, self.trainer.accelerator.num_processes)
         altered = [line for line in changed if line.split(":")[0] in CHANGES_BITS]

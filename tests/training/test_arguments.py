@@ -116,7 +116,7 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
         "optim": "muon", "embedding_lr_ratio": 9.0,
         "head_lr_ratio": 9.0, "gain_lr_ratio": 9.0, "muon_momentum": 0.5, "muon_momentum_warmup_steps": 9,
         "muon_ns_steps": 9, "lr_schedule": "wsd", "decay_fraction": 0.5, "decay_shape": "sqrt",
-        "noise_scale": "false", "peak_flops": 1e12, "batch_growth": "[[9, 999_999]]",
+        "noise_scale": "false", "peak_flops": 1e12, "loss_kernel": "torch", "batch_growth": "[[9, 999_999]]",
     }  # fmt: skip
     # for torch itself, for a GPU (both tested below), and read by the recipes and by the pages
     not_arguments = {"cpu_threads", "fp16", "precision", "preflight", "sample_steps", "sensor_seconds", "price_per_kwh"}
