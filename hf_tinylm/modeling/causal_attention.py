@@ -24,8 +24,10 @@ from ..files import atomic_file, cache_folder
 from .model import TinyLMAttention, TinyLMForCausalLM
 
 SOURCE = Path(__file__).with_suffix(".c")
-FLAGS = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq")
-FLAGS += ("-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+FLAGS = (
+    *("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq"),
+    *("-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+)
 _ABILITIES = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16"}
 # Heads of other sizes do not fill tiles; longer windows would need more memory than they save time.
 CHANNELS, LONGEST = 32, 8_192
