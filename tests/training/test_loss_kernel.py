@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hf_tinylm.files import read_rows
+from hf_tinylm.modeling import native
 from hf_tinylm.modeling.projected_loss import chunk_loss, compilable_chunk_loss
 from hf_tinylm.training import loss_kernel
 from hf_tinylm.training.agreement import _start_facts
@@ -272,6 +273,19 @@ def test_the_real_kernel_is_as_exact_as_torch_under_tritons_interpreter() -> Non
     assert found["gradient"] < 1e-6
     assert max(found["projected"]) < 1e-6
     assert found["padding"] == 0.0
+
+
+def test_torch_keeps_its_loss_on_processors_with_a_native_kernel_too(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "has_vectors", lambda: True)
+    monkeypatch.setattr(native, "has_tiles", lambda: False)
+    monkeypatch.setattr(native, "loss_problem", lambda: None)
+    model = make_trainer().model
+    assert native.use_native_kernels(model, 32, "torch") is None
+    assert native.native_kernels_of(model) == "none"
+    assert native.use_native_kernels(model, 32) is None
+    assert native.native_kernels_of(model) == "loss"
 
 
 def test_one_sentence_says_what_is_used_and_why() -> None:
