@@ -188,8 +188,7 @@ def open_binary(path: Path, read: ReadBytes | None = None) -> Iterator[IO[bytes]
             read.file = raw
             with _decompressed(raw, path.suffix) as file:
                 yield file
-            read.before = read.now()
-            read.file = None
+                read.before, read.file = read.now(), None  # before it is closed: a closed file tells no place
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise DataError(f"{path} cannot be read: {error}. Check that the file is whole and readable.") from error
 
