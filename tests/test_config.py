@@ -352,3 +352,24 @@ def test_a_small_file_that_expands_without_end_is_a_short_error(tmp_path: Path) 
 def test_a_folder_given_as_config_is_told_apart_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("value", ["a\0b", "runs/\udcff"], ids=["zero byte", "bytes that are not UTF-8"])
+def test_text_that_no_file_can_record_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"output_dir=.* must be text or null\. It holds a zero byte or half"):
+        load_config(None, ["--output_dir", value])
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("max_steps", "train_tokens"),
+        ("num_train_epochs", "epochs"),
+        ("gradient_accumulation_steps", "global_batch_tokens"),
+        ("block_size", "sequence_length"),
+        ("n_head", "num_attention_heads"),
+    ],
+)
+def test_a_key_of_another_trainer_is_told_ours_and_not_one_of_similar_letters(key: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=f"Unknown key: {key}. Did you mean {ours}?"):
+        load_config(None, [f"--{key}", "4"])

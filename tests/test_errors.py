@@ -174,7 +174,7 @@ print(exit_with_error_line(lambda: large.save("tokenizer.json")))
     assert [told[: len(line)] for told in done.stderr.splitlines()] == [line, line]
 
 
-@pytest.mark.parametrize("error", [OSError("a library's own words"), RuntimeError("failed (os error x)"), OSError(9, "Bad")])
+@pytest.mark.parametrize("error", [OSError("a library's own words"), RuntimeError("(os error 28)"), OSError(9, "Bad")])
 def test_an_error_of_the_system_that_names_no_file_and_no_disk_is_a_fault(error: Exception) -> None:
     def command() -> int:
         raise error
@@ -184,7 +184,7 @@ def test_an_error_of_the_system_that_names_no_file_and_no_disk_is_a_fault(error:
 
 
 def test_text_that_the_output_cannot_spell_is_escaped() -> None:
-    code = "from hf_tinylm.errors import exit_with_error_line; exit_with_error_line(lambda: print('caf\\u00e9 \\U0001f642'))"
+    code = "from hf_tinylm.errors import exit_with_error_line as run\nrun(lambda: print('caf\\u00e9 \\U0001f642'))"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "caf\\xe9 \\U0001f642\n", "")
