@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,4 +221,5 @@ def find_tokenizer(source: Path) -> str:
 
 def _file_name(name: str, kind: GGUFType) -> str:
     """A run may be named as trackers group them, `sweep/first`; its file stays in the folder."""
-    return f"{re.sub(r'[/\\\\]', '-', name)}-{kind.upper()}.gguf"
+    within = name.replace("/", "-").replace("\\", "-")
+    return f"{within}-{kind.upper()}.gguf"

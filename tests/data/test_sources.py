@@ -213,6 +213,15 @@ def test_a_name_that_is_neither_file_nor_dataset_is_an_error(tmp_path: Path) -> 
         read(tmp_path, format="datasets")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("policy", ["strict", "replace", "skip"])
+def test_utf16_is_no_text_with_zeros_under_any_policy(encoding: str, name: str, policy: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes("\ufeff".encode(encoding) + '{"text": "one"}\n{"text": "two"}\n'.encode(encoding))
+    with pytest.raises(DataError, match=rf"{re.escape(name)} is UTF-16 text; UTF-8 is needed. Convert it: iconv"):
+        read(tmp_path / name, utf8=policy)
+
+
 def test_the_bytes_read_of_a_source_add_up_over_its_files(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("a line\n" * 100)
