@@ -149,7 +149,7 @@ class _Preparation:
         names = [source.name for source in self.sources]
         writer = ShardWriter(folder, self.vocab_size, self.separator_id, self.data.shard_ids, names)
         self._write(writer, ledger, mixture)
-        _require_both_splits(writer, self.data.validation_fraction)
+        _require_both_splits(writer, self.data.validation_fraction, int(ledger.duplicates.sum()))
         manifest = writer.finish(self._facts(stages, ledger, mixture))
         fsync_tree(folder)
         refuse_folder_in_use(target)
@@ -365,14 +365,14 @@ def _require_room(target: Path, folder: Path, ids: int, id_bytes: int) -> None:
         )
 
 
-def _require_both_splits(writer: ShardWriter, fraction: float) -> None:
+def _require_both_splits(writer: ShardWriter, fraction: float, copies: int) -> None:
     train, validation = (writer.documents(split) for split in SPLITS)
     if train and validation:
         return
     empty = "validation" if train else "training"
     raise DataError(
         f"the {empty} split is empty: {train + validation:,} different documents with validation_fraction={fraction} "
-        f"gave {train:,} for training and {validation:,} for validation. "
+        f"gave {train:,} for training and {validation:,} for validation; {copies:,} copies were dropped. "
         + ("Raise" if train else "Lower")
         + " validation_fraction, cut long texts into documents (splitter: paragraphs_4096), or add text."
     )
