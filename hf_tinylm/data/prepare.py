@@ -359,8 +359,8 @@ def _require_room(target: Path, folder: Path, ids: int, id_bytes: int) -> None:
     needed, free = ids * id_bytes - written, shutil.disk_usage(target.parent).free
     if needed > free:
         raise DataError(
-            f"the pack of {ids:,} ids needs {needed / 1e9:,.2f} GB more and the volume of {target} has "
-            f"{free / 1e9:,.2f} GB free. Lower tokens, epochs or pack_tokens, make room, or give another disk: "
+            f"the pack of {ids:,} ids needs {needed:,} bytes more and the volume of {target} has "
+            f"{free:,} free. Lower tokens, epochs or pack_tokens, make room, or give another disk: "
             "--shards DIR."
         )
 

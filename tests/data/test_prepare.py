@@ -347,6 +347,6 @@ def test_a_pack_that_its_disk_cannot_hold_is_refused_at_once(
     vars(source).update(budget)
     config = make_config(source)
     config.data.pack_tokens = 10**18 if "weight" in budget else None
-    with pytest.raises(DataError, match=r"the pack of [\d,]+ ids needs [\d,.]+ GB more and .* has .* free"):
+    with pytest.raises(DataError, match=r"the pack of [\d,]+ ids needs [\d,]+ bytes more and .* has [\d,]+ free"):
         prepare(config, progress=False)
     assert not (tmp_path / "shards").exists()
