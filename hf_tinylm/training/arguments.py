@@ -264,6 +264,7 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
     training = config.training
     if training.output_dir is None:
         raise ConfigError("output_dir is missing. Give a new folder for the run: --output_dir runs/NAME.")
+    _check_trackers(training.report_to)
     use_cpu = training.use_cpu or not accelerator_present()
     if use_cpu:
         torch.set_num_threads(cpu_threads(training.cpu_threads))
@@ -302,6 +303,26 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
         names = {field.name for field in dataclasses.fields(TrainingArguments)}
         values["activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"] = True
     return LMTrainingArguments(**values)
+
+
+def _check_trackers(names: list[str]) -> None:
+    """Refuse a tracker that is unknown or not installed before anything is built."""
+    if not names:
+        return
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    there = {"all", "none", *get_available_reporting_integrations()}
+    for name in names:
+        if name not in there and name not in INTEGRATION_TO_CALLBACK:
+            raise ConfigError(f"report_to={name} is unknown. Give one of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}.")
+        if name not in there:
+            raise ConfigError(
+                f"report_to={name} needs its package, which is not installed here or switched off in the environment. "
+                f"Run: pip install {name}"
+            )
 
 
 _SAME_NAME = (

@@ -12,7 +12,7 @@ import torch
 from ..contract import RUN_FILE, check_contract, new_contract, write_contract
 from ..data.local_copy import local_copy
 from ..errors import CheckpointError, ContractError
-from ..files import read_json, refuse_folder_in_use, sha256_of_json
+from ..files import read_record, refuse_folder_in_use, sha256_of_json
 from ..modeling.native import native_kernels_of
 from ..planning.disk import checkpoints_kept
 from ..planning.optimizer import checkpoint_bytes
@@ -230,7 +230,8 @@ class RunRecord:
         if start is None:
             return None
         if known:
-            recorded: dict[str, Any] | None = read_json(self.output_dir / RUN_FILE)["identity"]["training"].get(key)
+            identity = read_record(self.output_dir / RUN_FILE, "identity")["identity"]
+            recorded: dict[str, Any] | None = identity["training"].get(key)
             return recorded
         return lineage(start, with_optimizer) if self.main else None
 

@@ -153,3 +153,16 @@ def test_the_arguments_decide_the_precision_whatever_a_launcher_or_an_earlier_ru
         args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=bf16)
         assert args.device.type == "cpu"  # sets up the state that an Accelerator shares
         assert Accelerator().mixed_precision == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("nosuch", r"report_to=nosuch is unknown. Give one of .*wandb"), ("wandb", "Run: pip install wandb")],
+)
+def test_a_tracker_that_is_not_there_is_refused_before_anything_is_built(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    with pytest.raises(ConfigError, match=told):
+        training_arguments(load_config(None, ["--output_dir", str(tmp_path / "run"), "--report_to", name]))
+    assert not (tmp_path / "run").exists()
