@@ -155,6 +155,30 @@ def test_masks_are_shown_in_colour_or_between_brackets(
         assert cli(wrong) == 2
 
 
+def test_a_second_start_is_refused_until_the_chat_model_is_exported(
+    settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_tinylm.errors import ContractError
+    from hf_tinylm.export import hf
+
+    recipe, add_gguf, told = recipe_main(), hf.add_gguf, []
+    command = ["--config", str(settings), "--output_dir", str(tmp_path / "run"), "--resume_from_checkpoint", "auto"]
+    command += ["--gguf", "[]", "--epochs", "1", "--eval_steps", "null"]
+
+    def meanwhile(*arguments: Any) -> Any:
+        monkeypatch.setattr(hf, "add_gguf", add_gguf)
+        with pytest.raises(ContractError, match="is being written by process"):
+            recipe(command)
+        told.append("refused")
+        return add_gguf(*arguments)
+
+    monkeypatch.setattr(hf, "add_gguf", meanwhile)
+    assert recipe(command) == 0
+    assert told == ["refused"]
+    with pytest.raises(ContractError, match="finished run"):
+        recipe(command)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +64,7 @@ class RunRecord:
         self.lock = RunLock(self.output_dir)
         self.mirror = Mirror(self.output_dir, trainer.args.mirror_dir if self.main else None, self._warn)
         self.clocks = Clocks(began=began)
+        self._keeps_folder = False
         args = trainer.args
         self.saver = CheckpointSaver(
             self.output_dir, self.events, args.save_total_limit, args.milestone_steps, args.save_in_background
@@ -154,15 +157,29 @@ class RunRecord:
             if self.main:
                 self.saver.save(lambda host: self._snapshot(host, states, evaluation_due, eval_loss))
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the folder that training takes until the block ends, whatever is written after the last update.
+
+        Without it the folder is free when training ends, and another process could start before `DONE.json` is there.
+        """
+        self._keeps_folder = True
+        try:
+            yield
+        finally:
+            self._keeps_folder = False
+            self.lock.release()
+
     def close(self) -> None:
-        """Wait for the write in flight and give the folder back."""
+        """Wait for the write in flight and give the folder back, unless it is `held`."""
         try:
             if self.main:
                 with self.clocks.measure("saving_seconds"):
                     self.saver.wait()
         finally:
             self.mirror.finish()
-            self.lock.release()
+            if not self._keeps_folder:
+                self.lock.release()
 
     def last_checkpoint(self) -> str | None:
         """Name of the newest checkpoint, after waiting for the write in flight."""
