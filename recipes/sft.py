@@ -28,14 +28,14 @@ def main(arguments: list[str] | None = None) -> int:
     from hf_tinylm.data.pack import special_ids
     from hf_tinylm.evaluation.prompts import SampleTexts, read_prompts
     from hf_tinylm.export.card import CardFacts, write_card
-    from hf_tinylm.export.hf import add_gguf, check_engines, find_tokenizer
+    from hf_tinylm.export.hf import add_gguf, check_engines
     from hf_tinylm.export.hub import destination_of, push_run
     from hf_tinylm.model_folder import find_model_folder
     from hf_tinylm.modeling.factory import untrained_like
     from hf_tinylm.monitor.report import write_report
     from hf_tinylm.monitor.watch import watched
     from hf_tinylm.tokenization.chat import chat_tokenizer, end_ids
-    from hf_tinylm.tokenization.load import vocabulary_size
+    from hf_tinylm.tokenization.load import find_tokenizer, vocabulary_size
     from hf_tinylm.training.agreement import all_are_here, failure_told
     from hf_tinylm.training.arguments import training_arguments
     from hf_tinylm.training.clocks import process_start

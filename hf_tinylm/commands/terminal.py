@@ -39,10 +39,9 @@ def open_engine(path: str, device: str, tokenizer_path: str | None) -> Iterator[
     import transformers
 
     from ..evaluation.chat import TransformersChat
-    from ..export.hf import find_tokenizer
     from ..model_folder import find_model_folder
     from ..modeling.factory import load_model
-    from ..tokenization.load import load_tokenizer
+    from ..tokenization.load import find_tokenizer, load_tokenizer
 
     folder = find_model_folder(path)
     model = load_model(folder)

@@ -23,7 +23,7 @@ from .clocks import Clocks
 from .device import device_name
 from .folder import RunLock, check_disk, is_start_that_was_killed, leftovers, remove_leftovers, size_of
 from .inputs import input_facts
-from .lineage import changed_since, check_branch, check_tokenizer, initialise_from, lineage
+from .lineage import changed_since, check_branch, check_tokenizer, check_weights, initialise_from, lineage
 from .metrics import EVENTS, METRICS, Events, JsonLines
 from .mirror import Mirror
 from .optimizer import load_optimizer_tensors, optimizer_tensors
@@ -33,6 +33,7 @@ from .saver import CheckpointSaver, HostCopies
 from .xla import xla_notices
 
 if TYPE_CHECKING:
+    from ..modeling.model import TinyLMForCausalLM
     from .trainer import LMTrainer
 
 # Arguments that decide the numbers of a run; all others may differ between its invocations.
@@ -141,14 +142,23 @@ class RunRecord:
 
     def _begin(self, init_from: str, identity: dict[str, Any]) -> dict[str, Any]:
         """Take up the weights that a new run begins with; what its first event says of them."""
-        trainer = self.trainer
-        check_tokenizer(init_from, trainer.run_facts.get("tokenizer_sha256"))
-        start = str(self._nearby(Path(init_from), "init_from"))
-        found = initialise_from(start, trainer.args.init_optimizer, trainer.model, trainer.optimizer)
+        found = self.take_up(init_from, self.trainer.model, self.trainer.optimizer)
         recorded = identity["training"]["init_from"] or {}  # which the main process has
         changed = changed_since(recorded.get("parent_identity"), identity)
         inherited = recorded.get("inherited_tokens")
         return {"init_from": init_from, "inherited_tokens": inherited, **found, "changed": changed}
+
+    def take_up(self, init_from: str, model: TinyLMForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Copy the weights of a checkpoint or model folder, and the moments if asked, into `model` and `optimizer`.
+
+        Raises:
+            TokenizerError, ConfigError, ContractError, CheckpointError: as `check_tokenizer`, `check_weights` and
+                `initialise_from` of `lineage`.
+        """
+        check_tokenizer(init_from, self.trainer.run_facts.get("tokenizer_sha256"))
+        check_weights(init_from)
+        start = str(self._nearby(Path(init_from), "init_from"))
+        return initialise_from(start, self.trainer.args.init_optimizer, model, optimizer)
 
     def save(self, evaluation_due: bool, eval_loss: float | None) -> None:
         """Save the state after the present update; the write goes on in the background."""
