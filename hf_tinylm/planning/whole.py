@@ -234,9 +234,7 @@ def _disk(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pack
     checkpoint = checkpoint_bytes(shape, training.optim)
     rotation = None if kept is None else (kept + 1) * checkpoint
     ids, origin = pack.ids, pack.origin
-    if (
-        ids is None and updates is not None and not config.data.conversations
-    ):  # as many as one epoch of the budget needs
+    if ids is None and updates is not None and not config.data.conversations:  # as many as an epoch needs
         ids, origin = math.ceil(updates.train_tokens / (1 - config.data.validation_fraction)), "one epoch of the budget"
     return {
         "checkpoint_bytes": checkpoint,

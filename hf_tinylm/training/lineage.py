@@ -121,7 +121,7 @@ def check_weights(init_from: str) -> None:
         if record.name == MANIFEST:
             hashes = {name: str(facts["sha256"]) for name, facts in found["files"].items()}
         else:
-            hashes = dict(found["final_weights_sha256"])
+            hashes = dict(found.get("final_weights_sha256", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{record} is damaged ({error!r}). Give init_from another copy of it.") from error
     for name, recorded in sorted(hashes.items()):

@@ -77,7 +77,7 @@ def test_what_a_chat_run_would_refuse_is_a_problem(
     assert any(told in problem for problem in found["problems"]), found["problems"]
 
 
-def test_a_tokenizer_without_control_tokens_is_a_problem(
+def test_a_model_without_a_tokenizer_is_a_problem(
     plan: Plan, chat_settings: Path, chat_base: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(chat_base, tmp_path / "base")
