@@ -352,3 +352,11 @@ def test_a_small_file_that_expands_without_end_is_a_short_error(tmp_path: Path) 
 def test_a_folder_given_as_config_is_told_apart_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(str(tmp_path))
+
+
+def test_a_chat_run_that_evaluates_on_nothing_is_refused(tmp_path: Path) -> None:
+    source = "data: {conversations: [{name: a, path: a.jsonl}]}\n"
+    (tmp_path / "chat.yaml").write_text(source + "training: {eval_steps: 5}\n")
+    with pytest.raises(ConfigError, match=r"eval_steps=5 validates on test_conversations, and there are none"):
+        load_config(str(tmp_path / "chat.yaml"))
+    assert load_config(str(tmp_path / "chat.yaml"), ["--eval_steps", "null"]).training.eval_steps is None

@@ -140,7 +140,7 @@ def _command(conversation: Conversation, line: str) -> str:
         if not argument.strip().isdecimal():
             return f"/seed {argument!r} is no whole number."
         conversation.reseed(int(argument))
-        return f"The next reply is drawn from seed {conversation.seed}."
+        return f"The next reply is drawn from seed {conversation.drawing.seed}."
     return HELP if name == "/help" else f"{name} is not known.\n{HELP}"
 
 
