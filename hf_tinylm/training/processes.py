@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import pickle
-import weakref
-from collections.abc import Iterator
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import RunStopped
-
 _TAG = "hf_tinylm.gathered"
-_TRAINERS: weakref.WeakSet[Any] = weakref.WeakSet()
+LOOKS = 5  # in a row at which all threads must rest: one that waits for Python's lock rests too, but not for long
 
 
 def gathered(accelerator: Any, own: Any) -> list[Any]:
@@ -31,34 +29,30 @@ def gathered(accelerator: Any, own: Any) -> list[Any]:
     return found
 
 
-@contextlib.contextmanager
-def group_left_at_exit(trainer: Any) -> Iterator[None]:
-    """Have this process leave the group when Python ends, if the block ends on all processes together.
+def rest_before_exit() -> None:
+    """Have Python end only when threads of the process group have put away their last exchange.
 
-    The threads of a process group live as long as any DistributedDataParallel module does. One that is still putting
-    away its last exchange when Python ends asks for Python's lock, is ended for it, and takes the process with it
-    ("terminate called without an active exception", SIGABRT), after all work was done. After an error nothing is done:
-    leaving would wait for an exchange that nobody joins any more.
+    Where such a thread owns a tensor of ours it asks for Python's lock to free it. If Python is ending it is ended for
+    that, and takes the process with it ("terminate called without an active exception", SIGABRT) after all work was
+    done; if the lock is held by whoever joins the thread, neither goes on (torch 2.13: ProcessGroupGloo).
     """
-    atexit.unregister(_leave_group)
-    together = False
-    try:
-        yield
-        together = True
-    except RunStopped:
-        together = True
-        raise
-    finally:
-        if together and trainer.accelerator.num_processes > 1:
-            _TRAINERS.add(trainer)
-            atexit.register(_leave_group)
+    atexit.unregister(wait_for_threads)
+    atexit.register(wait_for_threads)
 
 
-def _leave_group() -> None:
-    """End the group and its threads: nothing may hold a module that reduces its gradients through it."""
-    for trainer in _TRAINERS:
-        trainer.model_wrapped = trainer.model
-        trainer.accelerator.free_memory()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    gc.collect()
+def wait_for_threads(seconds: float = 5.0) -> None:
+    """Give Python's lock away until no other thread of this process wants to run, or for so long."""
+    at_rest, until = 0, time.monotonic() + seconds
+    while at_rest < LOOKS and time.monotonic() < until:
+        time.sleep(0.01)
+        at_rest = 0 if _another_runs() else at_rest + 1
+
+
+def _another_runs() -> bool:
+    """Whether the system has another thread of this process running or ready; False where it does not say."""
+    own = str(threading.get_native_id())
+    for state in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if state.parent.name != own and state.read_text(errors="replace").rpartition(")")[2].split()[0] == "R":
+                return True
+    return False

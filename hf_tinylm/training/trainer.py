@@ -39,7 +39,7 @@ from .noise_scale import NoiseMeter
 from .nonfinite import pass_over
 from .optimizer import optimizer_of, set_momentum
 from .prefetch import Prefetched
-from .processes import gathered, group_left_at_exit
+from .processes import gathered, rest_before_exit
 from .random_state import restore_random, undisturbed_random
 from .record import RunRecord
 from .schedule import momentum_at, schedule_of
@@ -156,7 +156,7 @@ class LMTrainer(Trainer):
         if trial is not None or ignore_keys_for_eval or kwargs:
             raise ConfigError("LMTrainer.train takes resume_from_checkpoint only.")
         asked = resume_from_checkpoint or self.args.resume_from_checkpoint
-        with INTERRUPT.deferred(), loss_told(), group_left_at_exit(self):
+        with INTERRUPT.deferred(), loss_told():
             model = self._prepare()
             self.batches = Prefetched(self._batches_of)
             try:
@@ -419,6 +419,8 @@ class LMTrainer(Trainer):
         args = self.args
         if self.model_wrapped is self.model:
             self.create_optimizer()
+            if self.accelerator.num_processes > 1:
+                rest_before_exit()
             self.model_wrapped = wrapped_for_training(self.model, args, self.accelerator, self.loss_kernel.of_chunk)
             if args.torch_compile and args.bf16 and args.device.type == "cpu":
                 self.not_native = use_native_kernels(self.model, self.plan.sequence_length, args.loss_kernel)
