@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_tinylm.config import SECTIONS, find_config, load_config, parse_overrides, save_config
+from hf_tinylm.config import SECTIONS, load_config, parse_overrides, save_config
+from hf_tinylm.config_files import find_config
 from hf_tinylm.errors import ConfigError
 from hf_tinylm.sections import RunConfig, SourceSection
 

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..config import SECTION_OF_KEY, SECTIONS, find_config, load_config, parse_overrides
+from ..config import SECTION_OF_KEY, SECTIONS, load_config, parse_overrides
+from ..config_files import find_config
 from ..errors import ConfigError
 from ..files import write_text
 from ..planning.lines import plan_lines
