@@ -57,7 +57,7 @@ def register(commands: Any) -> None:
         "sweep",
         compare_settings,
         "compare settings in short branches with the same data and seed, one after another; go on where it stopped",
-        "hf-tinylm sweep --config demo --train_tokens 400_000 --learning_rate 3e-4 6e-4 1.2e-3",
+        "hf-tinylm sweep --config demo --train_tokens 400_000 --learning_rate 3e-3 6e-3 1.2e-2",
     )
     takes_config(sweep)
     takes_json(sweep)
