@@ -36,7 +36,7 @@ from .noise_scale import NoiseMeter
 from .nonfinite import pass_over
 from .optimizer import optimizer_of, set_momentum
 from .prefetch import Prefetched
-from .processes import gathered
+from .processes import gathered, group_left_at_exit
 from .random_state import restore_random, undisturbed_random
 from .record import RunRecord
 from .schedule import momentum_at, schedule_of
@@ -150,7 +150,7 @@ class LMTrainer(Trainer):
         if trial is not None or ignore_keys_for_eval or kwargs:
             raise ConfigError("LMTrainer.train takes resume_from_checkpoint only.")
         asked = resume_from_checkpoint or self.args.resume_from_checkpoint
-        with INTERRUPT.deferred(), loss_told():
+        with INTERRUPT.deferred(), loss_told(), group_left_at_exit(self):
             model = self._prepare()
             self.batches = Prefetched(self._batches_of)
             try:
