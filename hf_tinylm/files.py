@@ -17,6 +17,11 @@ from .errors import ConfigError
 TEMPORARY_PREFIX = ".tmp-"
 
 
+def cache_folder() -> Path:
+    """Where compiled code is kept from one run to the next: under XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_tinylm"
+
+
 def temporary_sibling(path: Path) -> Path:
     """A fresh hidden name beside `path`, on the same volume, so that one rename puts it in place."""
     return path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..files import cache_folder
 from ..modeling.model import TinyLMForCausalLM
 from ..modeling.projected_loss import compilable_chunk_loss
 from ..planning.compilation import compiling_pays
@@ -45,8 +45,7 @@ def _probe(x: torch.Tensor) -> torch.Tensor:
 
 def keep_compiled_code() -> None:
     """Keep what is compiled where a reboot leaves it, unless the environment says where; the next start is faster."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "hf_tinylm" / "inductor"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
 
 
 def compile_training(model: TinyLMForCausalLM, backend: str | None, mode: str | None) -> None:

@@ -13,6 +13,7 @@ from ..contract import RUN_FILE, check_contract, new_contract, write_contract
 from ..data.local_copy import local_copy
 from ..errors import CheckpointError, ContractError
 from ..files import read_json, refuse_folder_in_use, sha256_of_json
+from ..modeling.causal_attention import kernel_of
 from ..planning.disk import checkpoints_kept
 from ..planning.optimizer import checkpoint_bytes
 from .agreement import agree_on_checkpoint, agree_on_state, all_are_here, failure_told
@@ -46,7 +47,7 @@ ADDED_ARGUMENTS = (
 # Execution whose change alters the order of floating-point sums.
 CHANGES_BITS = (
     *("processes", "device", "cpu_threads", "per_device_train_batch_size", "torch_compile", "torch"),
-    *("attn_implementation", "tf32", "device_name"),
+    *("attn_implementation", "attention_kernel", "tf32", "device_name"),
 )
 
 
@@ -213,6 +214,7 @@ class RunRecord:
             "torch_compile": args.torch_compile,
             "torch": torch.__version__,
             "attn_implementation": trainer.model.config._attn_implementation,
+            "attention_kernel": kernel_of(trainer.model),
             "tf32": args.tf32,
         }
         facts: dict[str, Any] = {"note": args.note, "expect": args.expect}
@@ -241,6 +243,8 @@ class RunRecord:
                 notices.append(f"eval_tokens={args.eval_tokens:,} were asked; validation has {there:,}, all are used.")
         if self.trainer.not_compiled:
             notices.append(f"{self.trainer.not_compiled} The run goes on without it; torch_compile: false says so.")
+        if self.trainer.not_on_tiles:
+            notices.append(f"{self.trainer.not_on_tiles} The run goes on with torch's attention.")
         if args.device.type == "xla":
             notices += xla_notices(args.noise_scale, self.trainer.accelerator.num_processes)
         altered = [line for line in changed if line.split(":")[0] in CHANGES_BITS]

@@ -20,6 +20,7 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Prog
 from transformers.trainer_utils import TrainOutput
 
 from ..errors import ConfigError, RunStopped, TrainingError
+from ..modeling.causal_attention import attend_on_tiles
 from ..modeling.model import TinyLMForCausalLM
 from ..modeling.stock import save_stock_model
 from ..planning.compilation import rows_of_pass
@@ -100,6 +101,8 @@ class LMTrainer(Trainer):
         self.output_dir = Path(str(args.output_dir))
         flops = self.flops(self.plan.updates, self.plan.train_tokens)
         args.torch_compile, self.not_compiled = compiles(args.torch_compile, flops, args.device.type)
+        tiled = args.torch_compile and args.bf16 and args.device.type == "cpu"
+        self.not_on_tiles = attend_on_tiles(model, length) if tiled else None
         self.sources = training_sources(args.source_loss, train_dataset)
         self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
         self.run_facts, self.eval_sets = run_facts or {}, eval_sets or {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from hf_tinylm.modeling.causal_attention import attend_on_tiles, has_tiles, kernel_of
 from hf_tinylm.modeling.factory import new_model
 from hf_tinylm.modeling.model import TinyLMForCausalLM, TinyLMRMSNorm
 from hf_tinylm.planning.compilation import FEWEST_FLOPS
@@ -80,9 +82,24 @@ def test_evaluation_takes_the_plain_path_and_parameter_names_stay(monkeypatch: p
     assert list(model.state_dict()) == names
 
 
+def test_a_run_says_why_it_does_not_attend_on_tiles(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr("hf_tinylm.training.trainer.attend_on_tiles", lambda model, length: "Tiles are off.")
+    make_trainer(torch_compile=True, bf16=True, train_tokens=512, warmup_steps=0).train()
+    assert "notice: Tiles are off. The run goes on with torch's attention.\n" in capsys.readouterr().err
+    trainer = make_trainer("plain", torch_compile=True)  # float32, which tiles do not multiply
+    assert trainer.not_on_tiles is None
+
+
 @pytest.mark.slow
-def test_the_compiled_pass_is_as_near_to_float64_as_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within twice its error, in float32 and in bf16 autocast: loss, and the gradients of all weights together."""
+@pytest.mark.parametrize("heads", [6, 3])  # 16 channels of a head; or 32, which fill matrix tiles
+def test_the_compiled_pass_is_as_near_to_float64_as_the_plain_one(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+    """Within twice its error, in float32 and in bf16 autocast: loss, and the gradients of all weights together.
+
+    Attention on tiles is that of bf16 runs alone, so there float32 is passed over.
+    """
 
     def one_pass(model: TinyLMForCausalLM, bf16: bool) -> tuple[float, torch.Tensor]:
         model.zero_grad()
@@ -92,7 +109,7 @@ def test_the_compiled_pass_is_as_near_to_float64_as_the_plain_one(monkeypatch: p
         gradients = [parameter.grad.double().flatten() for parameter in model.parameters()]  # type: ignore[union-attr]
         return float(loss.detach().double()), torch.cat(gradients)
 
-    section = ModelSection(96, 3, 6, 2, 192)
+    section = ModelSection(96, 3, heads, heads // 3, 192)
     ids = torch.randint(4, 611, (4, 81), generator=torch.Generator().manual_seed(3))
     model = new_model(section, 611, 80, seed=1).train()
     with torch.no_grad():
@@ -103,6 +120,12 @@ def test_the_compiled_pass_is_as_near_to_float64_as_the_plain_one(monkeypatch: p
     exact_loss, exact = one_pass(reference, bf16=False)
     monkeypatch.undo()
     plain = {bf16: one_pass(model, bf16) for bf16 in (False, True)}
+    assert attend_on_tiles(model, 80) is None
+    tiled = kernel_of(model) == "tiles"
+    assert tiled == (heads == 3 and has_tiles())
+    if tiled:
+        del plain[False]
+    torch._dynamo.reset()
     compile_training(model, None, None)
     for bf16, (plain_loss, plain_gradients) in plain.items():
         loss, gradients = one_pass(model, bf16)
@@ -116,7 +139,12 @@ def test_a_run_compiles_once_through_evaluations_and_its_partial_last_update(mak
     """Of 5 updates the last has 179 of 256 targets; evaluations follow the second and the fourth."""
     torch._dynamo.reset()
     trainer = make_trainer(
-        torch_compile=True, train_tokens=5 * 256 - 77, eval_strategy="steps", eval_steps=2, bf16=True
+        torch_compile=True,
+        train_tokens=5 * 256 - 77,
+        eval_strategy="steps",
+        eval_steps=2,
+        bf16=True,
+        model={"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
     )
     graphs: list[int] = []
     trainer.add_callback(CountGraphs(graphs))
@@ -124,3 +152,5 @@ def test_a_run_compiles_once_through_evaluations_and_its_partial_last_update(mak
     assert len(graphs) == 5
     assert len(set(graphs)) == 1
     assert graphs[0] >= 1
+    execution = json.loads((trainer.output_dir / "run.json").read_text())["execution"]
+    assert execution["attention_kernel"] == ("tiles" if has_tiles() else "torch")
