@@ -97,7 +97,7 @@ def test_a_wheel_carries_everything_that_a_checkout_has(wheel: Path) -> None:
     assert expected - packed == set()
     assert {
         "hf_tinylm/py.typed",
-        "hf_tinylm/modeling/causal_attention.c",
+        *(f"hf_tinylm/modeling/native/{name}" for name in ("attention.c", "loss.c", "numbers.h")),
         "hf_tinylm/bundled/recipes/pretrain.py",
         "hf_tinylm/bundled/recipes/configs/demo.yaml",
         "hf_tinylm/bundled/recipes/accelerate/multi_gpu.yaml",

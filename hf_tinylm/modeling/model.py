@@ -300,7 +300,7 @@ class TinyLMForCausalLM(TinyLMPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     vocabulary_weights: tuple[str, ...] = ("model.embed_tokens.weight", "lm_head.weight")  # with one row a token
     accepts_loss_kwargs = True
-    loss_of_chunk: ChunkLoss = staticmethod(chunk_loss)  # a compiled one takes its place in a compiled run
+    loss_of_chunk: ChunkLoss = staticmethod(chunk_loss)  # a compiled or native one takes its place in a compiled run
 
     def __init__(self, config: TinyLMConfig) -> None:
         super().__init__(config)

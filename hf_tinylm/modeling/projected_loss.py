@@ -50,7 +50,7 @@ def chunk_loss_of_any(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     return losses.masked_fill(without, 0.0)
 
 
-@torch.compiler.disable(recursive=False)
+@torch.compiler.disable
 def projected_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -67,7 +67,7 @@ def projected_loss(
         hidden: (B, T, D).
         weight: (V, D) output projection.
         shift_labels: (B, T) targets, `IGNORE_INDEX` where there is none.
-        loss_of_chunk: `chunk_loss`, or a compiled `compilable_chunk_loss`.
+        loss_of_chunk: `chunk_loss`, a compiled `compilable_chunk_loss`, or a native one.
         of_targets: (B, T) zeros to which the loss of each target is written, for those who look at it.
 
     Returns:

@@ -13,7 +13,7 @@ from ..contract import RUN_FILE, check_contract, new_contract, write_contract
 from ..data.local_copy import local_copy
 from ..errors import CheckpointError, ContractError
 from ..files import read_json, refuse_folder_in_use, sha256_of_json
-from ..modeling.causal_attention import kernel_of
+from ..modeling.native import native_kernels_of
 from ..planning.disk import checkpoints_kept
 from ..planning.optimizer import checkpoint_bytes
 from .agreement import agree_on_checkpoint, agree_on_state, all_are_here, failure_told
@@ -47,7 +47,7 @@ ADDED_ARGUMENTS = (
 # Execution whose change alters the order of floating-point sums.
 CHANGES_BITS = (
     *("processes", "device", "cpu_threads", "per_device_train_batch_size", "torch_compile", "torch"),
-    *("attn_implementation", "attention_kernel", "tf32", "device_name"),
+    *("attn_implementation", "native_kernels", "tf32", "device_name"),
 )
 
 
@@ -214,7 +214,7 @@ class RunRecord:
             "torch_compile": args.torch_compile,
             "torch": torch.__version__,
             "attn_implementation": trainer.model.config._attn_implementation,
-            "attention_kernel": kernel_of(trainer.model),
+            "native_kernels": native_kernels_of(trainer.model),
             "tf32": args.tf32,
         }
         facts: dict[str, Any] = {"note": args.note, "expect": args.expect}
@@ -243,8 +243,8 @@ class RunRecord:
                 notices.append(f"eval_tokens={args.eval_tokens:,} were asked; validation has {there:,}, all are used.")
         if self.trainer.not_compiled:
             notices.append(f"{self.trainer.not_compiled} The run goes on without it; torch_compile: false says so.")
-        if self.trainer.not_on_tiles:
-            notices.append(f"{self.trainer.not_on_tiles} The run goes on with torch's attention.")
+        if self.trainer.not_native:
+            notices.append(f"{self.trainer.not_native} The run goes on with torch's.")
         if args.device.type == "xla":
             notices += xla_notices(args.noise_scale, self.trainer.accelerator.num_processes)
         altered = [line for line in changed if line.split(":")[0] in CHANGES_BITS]

@@ -20,8 +20,8 @@ from transformers.trainer_callback import ExportableState, PrinterCallback, Prog
 from transformers.trainer_utils import TrainOutput
 
 from ..errors import ConfigError, RunStopped, TrainingError
-from ..modeling.causal_attention import attend_on_tiles
 from ..modeling.model import TinyLMForCausalLM
+from ..modeling.native import use_native_kernels
 from ..modeling.stock import save_stock_model
 from ..planning.compilation import rows_of_pass
 from ..planning.optimizer import RunFlops
@@ -101,8 +101,6 @@ class LMTrainer(Trainer):
         self.output_dir = Path(str(args.output_dir))
         flops = self.flops(self.plan.updates, self.plan.train_tokens)
         args.torch_compile, self.not_compiled = compiles(args.torch_compile, flops, args.device.type)
-        tiled = args.torch_compile and args.bf16 and args.device.type == "cpu"
-        self.not_on_tiles = attend_on_tiles(model, length) if tiled else None
         self.sources = training_sources(args.source_loss, train_dataset)
         self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
         self.run_facts, self.eval_sets = run_facts or {}, eval_sets or {}
@@ -124,6 +122,7 @@ class LMTrainer(Trainer):
         self.skipped_batches = 0  # updates' windows passed over because their loss was not finite
         self.skipped_windows = 0  # and how many windows those are
         self.evaluation_due = False  # the present update is still to be evaluated
+        self.not_native: str | None = None  # why kernels that the processor could use are not used
         self.ended = False  # a callback ended the run at the checkpoint that is resumed
         self.random_state: dict[str, torch.Tensor] | None = None  # of the checkpoint that is resumed
         self.record = RunRecord(self, time.time() if began is None else began)
@@ -415,6 +414,8 @@ class LMTrainer(Trainer):
         if self.model_wrapped is self.model:
             self.create_optimizer()
             self.model_wrapped = wrapped_for_training(self.model, args, self.accelerator)
+            if args.torch_compile and args.bf16 and args.device.type == "cpu":
+                self.not_native = use_native_kernels(self.model, self.plan.sequence_length)
         self.model.train()
         self.callback_handler.model = self.model
         self.callback_handler.optimizer = self.optimizer

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_tinylm.modeling.causal_attention import attend_on_tiles, has_tiles, kernel_of
 from hf_tinylm.modeling.factory import new_model
 from hf_tinylm.modeling.model import TinyLMForCausalLM, TinyLMRMSNorm
+from hf_tinylm.modeling.native import has_tiles, has_vectors, native_kernels_of, use_native_kernels
 from hf_tinylm.planning.compilation import FEWEST_FLOPS
 from hf_tinylm.sections import ModelSection
 from hf_tinylm.training import compiling
@@ -31,6 +31,11 @@ class CountGraphs(TrainerCallback):
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def expected_kernels() -> str:
+    """Those of a model whose heads fill tiles."""
+    return "loss, attention" if has_tiles() else "loss" if has_vectors() else "none"
 
 
 def test_auto_compiles_long_runs_on_devices_with_a_working_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,15 +87,16 @@ def test_evaluation_takes_the_plain_path_and_parameter_names_stay(monkeypatch: p
     assert list(model.state_dict()) == names
 
 
-def test_a_run_says_why_it_does_not_attend_on_tiles(
+def test_a_run_says_why_it_does_without_native_kernels(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("hf_tinylm.training.trainer.attend_on_tiles", lambda model, length: "Tiles are off.")
+    monkeypatch.setattr("hf_tinylm.training.trainer.use_native_kernels", lambda model, length: "Loss is off.")
     make_trainer(torch_compile=True, bf16=True, train_tokens=512, warmup_steps=0).train()
-    assert "notice: Tiles are off. The run goes on with torch's attention.\n" in capsys.readouterr().err
-    trainer = make_trainer("plain", torch_compile=True)  # float32, which tiles do not multiply
-    assert trainer.not_on_tiles is None
+    assert "notice: Loss is off. The run goes on with torch's.\n" in capsys.readouterr().err
+    trainer = make_trainer("plain", torch_compile=True, train_tokens=512, warmup_steps=0)  # float32
+    trainer.train()
+    assert trainer.not_native is None
 
 
 @pytest.mark.slow
@@ -98,7 +104,7 @@ def test_a_run_says_why_it_does_not_attend_on_tiles(
 def test_the_compiled_pass_is_as_near_to_float64_as_the_plain_one(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
     """Within twice its error, in float32 and in bf16 autocast: loss, and the gradients of all weights together.
 
-    Attention on tiles is that of bf16 runs alone, so there float32 is passed over.
+    Native kernels are for bf16 runs alone, so there float32 is passed over.
     """
 
     def one_pass(model: TinyLMForCausalLM, bf16: bool) -> tuple[float, torch.Tensor]:
@@ -120,13 +126,12 @@ def test_the_compiled_pass_is_as_near_to_float64_as_the_plain_one(monkeypatch: p
     exact_loss, exact = one_pass(reference, bf16=False)
     monkeypatch.undo()
     plain = {bf16: one_pass(model, bf16) for bf16 in (False, True)}
-    assert attend_on_tiles(model, 80) is None
-    tiled = kernel_of(model) == "tiles"
-    assert tiled == (heads == 3 and has_tiles())
-    if tiled:
-        del plain[False]
     torch._dynamo.reset()
     compile_training(model, None, None)
+    if heads == 3:
+        assert use_native_kernels(model, 80) is None
+        assert native_kernels_of(model) == expected_kernels()
+        del plain[False]
     for bf16, (plain_loss, plain_gradients) in plain.items():
         loss, gradients = one_pass(model, bf16)
         assert (gradients - exact).norm() <= 2 * (plain_gradients - exact).norm()
@@ -153,4 +158,4 @@ def test_a_run_compiles_once_through_evaluations_and_its_partial_last_update(mak
     assert len(set(graphs)) == 1
     assert graphs[0] >= 1
     execution = json.loads((trainer.output_dir / "run.json").read_text())["execution"]
-    assert execution["attention_kernel"] == ("tiles" if has_tiles() else "torch")
+    assert execution["native_kernels"] == expected_kernels()

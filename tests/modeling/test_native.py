@@ -1,8 +1,9 @@
-"""Attention on matrix tiles beside float64, and when a run uses it."""
+"""The kernels in C beside float64, and when a run uses them."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,25 +11,39 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_tinylm.modeling import causal_attention as kernel
+from hf_tinylm.modeling import native
 from hf_tinylm.modeling.factory import new_model
 from hf_tinylm.modeling.model import TinyLMForCausalLM, TinyLMRMSNorm
+from hf_tinylm.modeling.native import attention as kernel
+from hf_tinylm.modeling.native import build
+from hf_tinylm.modeling.native.loss import native_chunk_loss
+from hf_tinylm.modeling.projected_loss import chunk_loss
 from hf_tinylm.sections import ModelSection
 
-needs_tiles = pytest.mark.skipif(not kernel.has_tiles(), reason="needs a processor with matrix tiles (AMX)")
+needs_vectors = pytest.mark.skipif(not build.has_vectors(), reason="needs a processor with AVX-512 and bfloat16")
+needs_tiles = pytest.mark.skipif(not build.has_tiles(), reason="needs a processor with matrix tiles (AMX)")
 Tensors = tuple[torch.Tensor, ...]
+
+
+def forget() -> None:
+    for known in (build.library, kernel.prepared, native.loss_problem, native.attention_problem):
+        known.cache_clear()
 
 
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty folder for compiled code, and nothing loaded yet."""
+    """An empty folder for compiled code of a processor that can use it, and nothing loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kernel, "has_tiles", lambda: True)
-    kernel.kernel_problem.cache_clear()
-    kernel._library.cache_clear()
+    monkeypatch.setattr(native, "has_vectors", lambda: True)
+    monkeypatch.setattr(native, "has_tiles", lambda: True)
+    forget()
     yield tmp_path / "hf_tinylm" / "kernels"
-    kernel.kernel_problem.cache_clear()
-    kernel._library.cache_clear()
+    forget()
+
+
+def small_model(**keys: object) -> TinyLMForCausalLM:
+    shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return new_model(ModelSection(**{**shape, "intermediate_size": 64, **keys}), 101, 64, seed=1)  # type: ignore[arg-type]
 
 
 def drawn(windows: int, heads: int, kv_heads: int, positions: int, channels: int, size: float = 1.0) -> Tensors:
@@ -146,8 +161,62 @@ def test_the_operator_keeps_what_compilers_are_told_of_it() -> None:
     torch.library.opcheck(kernel._forward, (*inputs, 0.2))
 
 
+@needs_vectors
+@pytest.mark.parametrize("classes", [7, 16, 37, 512, 8_192, 50_257])
+def test_losses_and_gradients_of_logits_are_those_of_float64(classes: int) -> None:
+    draw = torch.Generator().manual_seed(classes)
+    logits = (4 * torch.randn(6, classes + 3, generator=draw)).bfloat16()[:, :classes]  # rows further apart than long
+    logits[2] += 1_000  # large numbers near each other
+    targets = torch.randint(0, classes, (6,), generator=draw)
+    targets[0], targets[1] = 0, classes - 1
+    wide, other = logits.double(), logits.clone()
+    exact, found = chunk_loss(wide, targets), native_chunk_loss(logits, targets)
+    chunk_loss(other, targets)  # what bfloat16 costs any gradient
+    assert found.dtype == torch.float32
+    assert (found - exact).abs().max() <= 2e-6 * exact.abs().max()
+    assert (logits.double() - wide).norm() <= 1.01 * (other.double() - wide).norm()
+    assert (logits.double() - wide).abs().max() <= 2.0**-8
+
+
+@needs_vectors
+def test_no_number_of_the_loss_is_lost_or_touched_beyond_its_row() -> None:
+    rows = torch.full((3, 40), 7.0).bfloat16()
+    rows[1, 5] = math.nan
+    rows[2, :] = torch.finfo(torch.bfloat16).min
+    losses = native_chunk_loss(rows[:, :33], torch.tensor([3, 4, 5]))
+    assert losses[0].item() == pytest.approx(math.log(33), rel=1e-6)
+    assert losses[1].isnan()
+    assert losses[2].item() == pytest.approx(math.log(33), rel=1e-6)
+    assert (rows[:, 33:][[0, 1]] == 7.0).all()
+    wide = torch.randn(2, 9)
+    assert torch.equal(native_chunk_loss(wide.clone(), torch.tensor([1, 2])), chunk_loss(wide, torch.tensor([1, 2])))
+
+
+@needs_vectors
+def test_a_target_that_is_no_class_is_refused_before_anything_is_written() -> None:
+    for target in (-100, -1, 9):
+        logits = torch.ones(2, 9).bfloat16()
+        with pytest.raises(IndexError, match=r"^1 of 2 targets are none of the 9 classes\.$"):
+            native_chunk_loss(logits, torch.tensor([3, target]))
+        assert (logits == 1).all()
+
+
+@needs_vectors
+def test_bits_of_the_loss_do_not_depend_on_the_number_of_threads() -> None:
+    logits, threads = torch.randn(50, 300).bfloat16(), torch.get_num_threads()
+    found = []
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        own = logits.clone()
+        found.append((native_chunk_loss(own, torch.arange(50)), own))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @needs_tiles
-def test_a_training_pass_on_tiles_is_as_near_to_float64_as_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_pass_with_native_kernels_is_as_near_to_float64_as_a_plain_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Within twice its error, and evaluation keeps its bits."""
 
     def one_pass(model: TinyLMForCausalLM, bf16: bool = True) -> torch.Tensor:
@@ -173,72 +242,80 @@ def test_a_training_pass_on_tiles_is_as_near_to_float64_as_a_plain_one(monkeypat
     exact = one_pass(reference, bf16=False)
     monkeypatch.undo()
     plain, logits = one_pass(model), evaluated(model)
-    assert kernel.kernel_of(model) == "torch"
-    assert kernel.attend_on_tiles(model, 70) is None
-    assert kernel.kernel_of(model) == "tiles"
+    assert native.native_kernels_of(model) == "none"
+    assert native.use_native_kernels(model, 70) is None
+    assert native.native_kernels_of(model) == "loss, attention"
     tiled = one_pass(model)
     assert not torch.equal(tiled, plain)
     assert (tiled - exact).norm() <= 2 * (plain - exact).norm()
     assert torch.equal(evaluated(model), logits)
 
 
+@needs_vectors
 @pytest.mark.parametrize(
-    ("section", "length", "attention"),
+    ("keys", "length"),
     [
-        (ModelSection(32, 1, 4, 4, 64), 64, "sdpa"),  # eight channels of a head fill no tile
-        (ModelSection(64, 1, 2, 2, 64, attention_dropout=0.1), 64, "sdpa"),
-        (ModelSection(64, 1, 2, 2, 64), 64, "eager"),
-        (ModelSection(64, 1, 2, 2, 64), kernel.LONGEST + 1, "sdpa"),
+        ({"num_attention_heads": 4}, 64),  # sixteen channels of a head fill no tile
+        ({"attention_dropout": 0.1}, 64),
+        ({"attn_implementation": "eager"}, 64),
+        ({}, kernel.LONGEST + 1),
     ],
 )
-def test_what_tiles_are_not_for_is_left_to_torch(
-    unloaded: Path, section: ModelSection, length: int, attention: str
-) -> None:
-    model = new_model(section, 101, length, seed=1)
-    model.config._attn_implementation = attention
-    assert kernel.attend_on_tiles(model, length) is None
-    assert kernel.kernel_of(model) == "torch"
+def test_attention_that_tiles_are_not_for_is_left_to_torch(keys: dict[str, object], length: int) -> None:
+    model = small_model(**keys)
+    assert native.use_native_kernels(model, length) is None
+    assert native.native_kernels_of(model) == "loss"
+
+
+def test_other_processors_compile_nothing(unloaded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "has_vectors", lambda: False)
+    model = small_model()
+    assert native.use_native_kernels(model, 64) is None
+    assert native.native_kernels_of(model) == "none"
     assert not unloaded.exists()
 
 
 def test_a_compiler_that_fails_is_named_and_leaves_the_model_as_it_was(
     unloaded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = new_model(ModelSection(64, 1, 2, 2, 64), 101, 64, seed=1)
-    monkeypatch.setenv("CC", "false")
-    assert kernel.attend_on_tiles(model, 64) == "Attention on matrix tiles cannot be used here: false ended with 1:"
-    monkeypatch.setenv("CC", "no-such-compiler")
-    kernel.kernel_problem.cache_clear()
-    problem = kernel.attend_on_tiles(model, 64)
-    assert problem is not None
-    assert "no-such-compiler" in problem
-    assert kernel.kernel_of(model) == "torch"
+    model = small_model()
+    for compiler, words in (("false", "false ended with 1:"), ("no-such-compiler", "'no-such-compiler'")):
+        monkeypatch.setenv("CC", compiler)
+        forget()
+        problem = native.use_native_kernels(model, 64)
+        assert problem is not None
+        assert problem.startswith("The native kernel of loss cannot be used here: ")
+        assert problem.endswith(words)
+    assert native.native_kernels_of(model) == "none"
     assert list(unloaded.iterdir()) == []
 
 
-def test_a_kernel_that_is_off_is_not_used(unloaded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = new_model(ModelSection(64, 1, 2, 2, 64), 101, 64, seed=1)
-    monkeypatch.setattr(kernel, "_library", lambda: None)
-    for error in (0.02, math.nan):
-        monkeypatch.setattr(kernel, "_largest_error", lambda error=error: error)
-        kernel.kernel_problem.cache_clear()
-        problem = kernel.attend_on_tiles(model, 64)
-        assert problem is not None
-        assert problem.endswith("here, more than 7.8e-03.")
-        assert kernel.kernel_of(model) == "torch"
-    monkeypatch.undo()
+@pytest.mark.parametrize(("name", "left"), [("loss", "none"), ("attention", "loss")])
+@pytest.mark.parametrize("error", [0.02, math.nan])
+def test_a_kernel_that_is_off_is_not_used(
+    unloaded: Path, monkeypatch: pytest.MonkeyPatch, name: str, left: str, error: float
+) -> None:
+    model = small_model()
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(kernel, "prepared", functools.cache(lambda: None))
+    for part in ("loss", "attention"):
+        monkeypatch.setattr(getattr(native, part), "largest_error", lambda part=part: error if part == name else 0.0)
+    problem = native.use_native_kernels(model, 64)
+    assert problem is not None
+    assert problem.startswith(f"The native kernel of {name} is off by ")
+    assert problem.endswith("here, more than 7.8e-03.")
+    assert native.native_kernels_of(model) == left
 
 
-@needs_tiles
+@needs_vectors
 def test_compiled_code_is_kept_and_what_is_none_is_built_again(unloaded: Path) -> None:
-    built = kernel._target()
+    built = build.target()
     built.parent.mkdir(parents=True)
     built.write_bytes(b"not a library")
-    assert kernel.kernel_problem() is None
+    assert native.loss_problem() is None
     assert list(unloaded.iterdir()) == [built]
-    kept = built.stat().st_mtime_ns
     assert built.read_bytes()[:4] == b"\x7fELF"
-    kernel.kernel_problem.cache_clear()
-    kernel._library.cache_clear()
-    assert kernel.kernel_problem() is None
+    kept = built.stat().st_mtime_ns
+    forget()
+    assert native.loss_problem() is None
     assert built.stat().st_mtime_ns == kept

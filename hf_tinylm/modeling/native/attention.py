@@ -1,7 +1,7 @@
-"""Causal attention over whole windows on a processor's matrix tiles (AMX): `causal_attention.c`, compiled when needed.
+"""Causal attention over whole windows on a processor's matrix tiles (AMX): `attention.c`.
 
 torch's attention on such processors takes two fifths of an update of a model of 10 million parameters, this one a fifth
-of that, with gradients at least as near to float64. It is a part of compiled runs, as it needs a compiler too.
+of that, with gradients at least as near to float64.
 
 Shapes: B windows, T positions, H query heads, K key/value heads, d channels of a head.
 """
@@ -10,80 +10,30 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..files import atomic_file, cache_folder
-from .model import TinyLMAttention, TinyLMForCausalLM
+from .build import library
 
-SOURCE = Path(__file__).with_suffix(".c")
-FLAGS = (
-    *("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq"),
-    *("-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-)
-_ABILITIES = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16"}
 # Heads of other sizes do not fill tiles; longer windows would need more memory than they save time.
 CHANNELS, LONGEST = 32, 8_192
-# Of the norm of a result; bfloat16 rounds by up to 2^-9, and a sum of rounded products stays below twice that.
-TOLERANCE = 2.0**-7
 
 
 class _Sizes(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("windows", "heads", "kv_heads", "positions", "channels")]
 
 
-def attend_on_tiles(model: TinyLMForCausalLM, sequence_length: int) -> str | None:
-    """Have the training passes of `model` use the tiles, where it and the processor allow it.
-
-    Returns:
-        What is wrong on a processor that has tiles, in one line; None when they are used, or have no place here.
-    """
-    layers = [module for module in model.modules() if isinstance(module, TinyLMAttention)]
-    sizes = {layer.head_dim for layer in layers}
-    fits = sequence_length <= LONGEST and bool(sizes) and not any(size % CHANNELS for size in sizes)
-    if not fits or model.config.attention_dropout or model.config._attn_implementation != "sdpa" or not has_tiles():
-        return None
-    problem = kernel_problem()
-    if problem is None:
-        for layer in layers:
-            layer.whole_windows = causal_attention
-    return problem
-
-
-def kernel_of(model: torch.nn.Module) -> str:
-    """What computes attention in training passes over whole windows: `tiles`, or `torch`."""
-    used = any(getattr(module, "whole_windows", None) is not None for module in model.modules())
-    return "tiles" if used else "torch"
-
-
-def has_tiles() -> bool:
-    """Whether this processor multiplies bfloat16 matrices in tiles, and the system is one that lets a process do so."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return False
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text(encoding="utf-8", errors="replace").splitlines() if told.is_file() else []
-    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
-    return set(flags) >= _ABILITIES
-
-
 @functools.cache
-def kernel_problem() -> str | None:
-    """What hinders the kernel on this machine, in one line; None when it compiled and computes what torch computes."""
-    try:
-        _library()
-        found = _largest_error()
-    except (OSError, MemoryError, RuntimeError, subprocess.SubprocessError) as error:
-        return f"Attention on matrix tiles cannot be used here: {' '.join(str(error).split())[:200]}"
-    if found <= TOLERANCE:  # not of NaN
-        return None
-    return f"Attention on matrix tiles is off by {found:.1e} here, more than {TOLERANCE:.1e}."
+def prepared() -> ctypes.CDLL:
+    """The library, in a process that may use the tiles: without the system's leave they are no instructions.
+
+    Raises:
+        OSError: it refuses them, or `build.library` fails.
+    """
+    if library().attention_prepare() != 0:
+        raise OSError("the system does not let this process use the tiles")
+    return library()
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -176,7 +126,7 @@ def _call(
     """Call a function of the library: what it reads, the strides of that, the sizes, and what it writes."""
     strides = [step for part in strided for step in part.stride()[:3]]
     windows, heads, positions, channels = query.shape
-    failed = getattr(_library(), name)(
+    failed = getattr(prepared(), name)(
         *(ctypes.c_void_p(part.data_ptr()) for part in read),
         (ctypes.c_int64 * len(strides))(*strides),
         _Sizes(windows, heads, key.shape[1], positions, channels),
@@ -188,42 +138,7 @@ def _call(
         raise MemoryError(f"No memory for attention over windows of {positions:,} positions. Give fewer threads.")
 
 
-@functools.cache
-def _library() -> ctypes.CDLL:
-    """The compiled source, from the cache if it is there.
-
-    Raises:
-        OSError, subprocess.SubprocessError: no compiler, one that does not know tiles, or nowhere to write.
-    """
-    built = _target()
-    try:
-        library = ctypes.CDLL(str(built))
-    except OSError:  # not there, or of another system that shares the folder
-        _build(built)
-        library = ctypes.CDLL(str(built))
-    if library.attention_prepare() != 0:
-        raise OSError("the system does not let this process use the tiles")
-    return library
-
-
-def _target() -> Path:
-    """Where the compiled source is kept, under a name that its text and the flags decide."""
-    text = SOURCE.read_bytes() + " ".join(FLAGS).encode()
-    return cache_folder() / "kernels" / f"causal_attention-{hashlib.sha256(text).hexdigest()[:16]}.so"
-
-
-def _build(target: Path) -> None:
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if compiler is None:
-        raise OSError("no C compiler (cc, gcc, clang; CC names another one)")
-    with atomic_file(target) as temporary:
-        command = [*compiler.split(), *FLAGS, str(SOURCE), "-o", str(temporary), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-        if done.returncode:
-            raise OSError(f"{compiler} ended with {done.returncode}: {done.stderr.strip()}")
-
-
-def _largest_error() -> float:
+def largest_error() -> float:
     """Of output and gradients of a small case, beside float64: the norm of the difference over that of the value."""
     draw = torch.Generator().manual_seed(0)
     shapes = ((2, 4, 75, 64), (2, 2, 75, 64), (2, 2, 75, 64))

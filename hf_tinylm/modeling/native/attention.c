@@ -10,22 +10,19 @@
      paired 32 rows of a matrix as the rows of B: neighbouring rows interleaved
    Source of the backward pass in blocks: FlashAttention-2, arXiv 2307.08691. */
 
-#include <immintrin.h>
-#include <math.h>
 #include <stddef.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-typedef uint16_t bf16;
+#include "numbers.h"
+
 typedef struct { int64_t window, head, position; } Strides; /* in numbers; channels are neighbours */
 typedef struct { int64_t windows, heads, kv_heads, positions, channels; } Sizes;
 typedef struct { const bf16 *at; size_t stride; } Rows; /* stride in bytes */
 
 enum { TILE = 1024, SIDE = 16, BLOCK = 32 };
-static const float LOG2_E = 1.44269504f;
 
 /* The system lets a process use tiles once it asks; 0 on success. */
 int attention_prepare(void) {
@@ -42,26 +39,6 @@ static void configure_tiles(void) { /* eight tiles of 16 rows of 64 bytes */
 static inline int64_t padded(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
 
 /* ---- numbers ---- */
-
-static inline __m512 exp2_of(__m512 x) { /* within 2e-7 relative; polynomial of Cephes exp2f */
-    x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x); /* in this order a NaN stays one */
-    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 part = _mm512_sub_ps(x, whole);
-    __m512 y = _mm512_set1_ps(1.535336188319500e-4f);
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.339887440266574e-3f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(9.618437357674640e-3f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.550332471162809e-2f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.402264791363012e-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.931472028550421e-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, whole);
-}
-
-static inline __m512i rounded(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
-
-static inline __m512 widened(const bf16 *from) {
-    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
-}
 
 /* Lanes of 16 keys (or queries) from `first` on that are at most `last`. */
 static inline __mmask16 up_to(int64_t first, int64_t last) {
