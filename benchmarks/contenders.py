@@ -36,6 +36,7 @@ SHAPES: dict[str, Shape] = {
     "10M": (ModelSection(320, 6, 5, 5, 864), 8_192, 16, 512, 2),
     "22M": (ModelSection(384, 6, 6, 6, 1_024), 32_000, 8, 512, 2),
     "100M": (ModelSection(768, 12, 12, 4, 2_048), 32_000, 8, 1_024, 1),
+    "tiny": (ModelSection(32, 2, 4, 2, 64), 512, 2, 64, 2),  # to see that everything runs; its rates say nothing
 }
 
 
@@ -53,19 +54,23 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
-def ours(shape: Shape, windows: TokenWindows, updates: int, folder: Path) -> StepTimes:
-    """This package with its defaults."""
-    section, vocabulary, rows, length, accumulation = shape
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    fields = {"global_batch_tokens": rows * length * accumulation * processes, "torch_compile": True}
-    model = model_of(section, vocabulary, length)
-    trainer, times = trainer_of(model, windows, folder / "run", rows, updates, **fields)
-    trainer.train()
-    return times
+def ours(loss_kernel: str = "auto") -> Callable[..., StepTimes]:
+    """This package with its defaults, compiled."""
+
+    def run(shape: Shape, windows: TokenWindows, updates: int, folder: Path) -> StepTimes:
+        section, vocabulary, rows, length, accumulation = shape
+        batch = rows * length * accumulation * int(os.environ.get("WORLD_SIZE", "1"))
+        fields = {"global_batch_tokens": batch, "torch_compile": True, "loss_kernel": loss_kernel}
+        model = model_of(section, vocabulary, length)
+        trainer, times = trainer_of(model, windows, folder / "run", rows, updates, **fields)
+        trainer.train()
+        return times
+
+    return run
 
 
-def stock(bf16: bool, compiled: bool) -> Callable[..., StepTimes]:
-    """The stock Trainer with LlamaForCausalLM and stock initial weights of the same shape."""
+def stock(bf16: bool, compiled: bool, liger: bool = False) -> Callable[..., StepTimes]:
+    """The stock Trainer with LlamaForCausalLM and stock initial weights of the same shape; `liger` patches that."""
 
     def run(shape: Shape, windows: TokenWindows, updates: int, folder: Path) -> StepTimes:
         section, vocabulary, rows, length, accumulation = shape
@@ -74,6 +79,7 @@ def stock(bf16: bool, compiled: bool) -> Callable[..., StepTimes]:
             output_dir=str(folder), per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation,
             max_steps=updates, bf16=bf16, torch_compile=compiled, use_cpu=not torch.cuda.is_available(),
             logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, remove_unused_columns=False,
+            use_liger_kernel=liger,
         )  # fmt: skip
         model = stock_model(model_of(section, vocabulary, length)).train()
         Trainer(model, args, train_dataset=Rows(windows), callbacks=[times]).train()
@@ -155,11 +161,16 @@ def _seconds(step: Callable[[], Any], repeats: int) -> float:
 
 
 CONTENDERS: dict[str, Callable[..., StepTimes]] = {
-    "ours": ours,
+    "ours": ours(),
     "stock bf16 compile": stock(bf16=True, compiled=True),
     "plain loop bf16 compile": plain_loop,
     "stock bf16": stock(bf16=True, compiled=False),
     "stock fp32": stock(bf16=False, compiled=False),
+}
+# Where liger-kernel is installed, on a GPU: ours without it, and the stock Trainer with all of it.
+LIGER_CONTENDERS: dict[str, Callable[..., StepTimes]] = {
+    "ours, torch's loss": ours(loss_kernel="torch"),
+    "stock bf16 liger": stock(bf16=True, compiled=False, liger=True),
 }
 
 
@@ -171,7 +182,7 @@ def measure(name: str, shape: Shape, updates: int) -> dict[str, Any]:
         return {**found, "floor_seconds": floor(shape)}
     with tempfile.TemporaryDirectory() as folder:
         windows = windows_of(vocabulary, length)
-        times = CONTENDERS[name](shape, windows, updates, Path(folder))
+        times = {**CONTENDERS, **LIGER_CONTENDERS}[name](shape, windows, updates, Path(folder))
     cuda = torch.cuda.is_available()
     peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
@@ -181,16 +192,20 @@ def measure(name: str, shape: Shape, updates: int) -> dict[str, Any]:
     }
 
 
-def run(name: str, shape: str, updates: int, processes: int = 1, **environment: str) -> dict[str, Any]:
-    """`measure` in processes of their own, launched as data-parallel ones if there are several.
+def run(
+    name: str, shape: str, updates: int, processes: int = 1, rows: int | None = None, **environment: str
+) -> dict[str, Any]:
+    """`measure` in processes of their own, launched as data-parallel ones if there are several; what the first found.
 
     Args:
+        rows: windows of a micro-batch, in place of those of the shape.
         environment: variables of the processes, beside those of this one.
     """
-    asked = json.dumps({"name": name, "shape": shape, "updates": updates})
+    asked = json.dumps({"name": name, "shape": shape, "updates": updates, "rows": rows})
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes))
     command = [sys.executable, *(launcher if processes > 1 else ()), "-m", "benchmarks.contenders", asked]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    root, variables = Path(__file__).parents[1], {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, cwd=root)
     if done.returncode:
         raise SystemExit(f"error: {name} at {shape} ended with {done.returncode}: {done.stderr.strip()[-400:]}")
     found: dict[str, Any] = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
@@ -199,4 +214,7 @@ def run(name: str, shape: str, updates: int, processes: int = 1, **environment: 
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
-    print(json.dumps(measure(asked["name"], SHAPES[asked["shape"]], asked["updates"])))
+    section, vocabulary, rows, *others = SHAPES[asked["shape"]]
+    measured = measure(asked["name"], (section, vocabulary, asked["rows"] or rows, *others), asked["updates"])
+    if os.environ.get("RANK", "0") == "0":  # lines of several processes could run into each other
+        print(json.dumps(measured))

@@ -41,14 +41,16 @@ def report(name: str, found: dict[str, Any]) -> None:
     (folder / f"{name}-{day}.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def matrix_peak(dtype: torch.dtype, size: int = 2048, repeats: int = 5) -> float:
+def matrix_peak(dtype: torch.dtype, size: int = 2048, repeats: int = 5, device: str = "cpu") -> float:
     """FLOP/s of a square matrix product, the best of `repeats`."""
-    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    torch.mm(a, b)
+    a, b = (torch.randn(size, size).to(device, dtype) for _ in range(2))
+    out = torch.mm(a, b)
     times = []
     for _ in range(repeats):
+        out[0, 0].item()  # a GPU has then done what it was given
         start = time.perf_counter()
-        torch.mm(a, b)
+        torch.mm(a, b, out=out)
+        out[0, 0].item()
         times.append(time.perf_counter() - start)
     return 2 * size**3 / min(times)
 

@@ -134,12 +134,16 @@ _ABOVE_ZERO = {
         *("train_tokens", "global_batch_tokens", "per_device_train_batch_size", "per_device_eval_batch_size"),
         *("epochs", "learning_rate", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "save_minutes"),
         "sample_steps",
-        *("save_total_limit", "cpu_threads", "milestone_steps", "nonfinite_limit", "stop_after_updates", "max_hours"),
+        *("save_total_limit", "milestone_steps", "nonfinite_limit", "stop_after_updates", "max_hours"),
         *("max_cost", "price_per_hour", "price_per_kwh", "sensor_seconds", "peak_flops"),
     ),
     "evaluation": ("eval_tokens",),
 }
 _RANGES = {
+    "initializer_range": (0.0, 1.0),
+    "rope_theta": (1.0, 1e12),
+    "rms_norm_eps": (0.0, 1.0),
+    "layer_norm_epsilon": (0.0, 1.0),
     "attention_dropout": (0.0, 0.99),
     "validation_fraction": (0.0, 0.5),
     "min_lr_ratio": (0.0, 1.0),
@@ -156,6 +160,7 @@ _RANGES = {
     "max_grad_norm": (0.0, math.inf),
     "warmup_steps": (0, math.inf),
     "seed": (0, 2**32 - 1),
+    "cpu_threads": (1, 65_536),
 }
 
 
@@ -171,7 +176,7 @@ def check_config(config: RunConfig) -> None:
             raise ConfigError(f"{key}={value} must be above 0.")
     for key, (low, high) in _RANGES.items():
         value = _value_of(config, key)
-        if not low <= value <= high:
+        if isinstance(value, int | float) and not low <= value <= high:
             raise ConfigError(f"{key}={value} must be {f'{low} to {high}' if high < math.inf else f'{low} or more'}.")
     training = config.training
     if training.max_cost is not None and training.price_per_hour is None:

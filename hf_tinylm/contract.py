@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ContractError
-from .files import read_json, write_json
+from .files import read_record, write_json
 
 RUN_FILE = "run.json"
 DONE_FILE = "DONE.json"
@@ -95,7 +95,7 @@ def check_contract(output_dir: Path, contract: dict[str, Any]) -> list[str]:
         raise ContractError(
             f"{output_dir} has no {RUN_FILE}, so there is no run to resume. Give a new output_dir to start one."
         )
-    recorded = read_json(output_dir / RUN_FILE)
+    recorded = read_record(output_dir / RUN_FILE)
     differences = difference(recorded.get("identity", {}), contract["identity"])
     if differences:
         raise ContractError(

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
+import re
 import select
 import sys
 from collections.abc import Callable
@@ -105,8 +107,10 @@ def exit_with_error_line(command: Callable[[], int | None]) -> int:
     """Run `command` and return its exit code; a `TinyLMError` becomes one line on stderr and its own code.
 
     So does a path that the system refuses (no permission, no space). Any other exception is a fault of ours and keeps
-    its traceback.
+    its traceback. What the encoding of the output cannot spell is escaped, as on stderr.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a Latin-1 or ASCII terminal must not end a command over a model's é
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return command() or 0
     except TinyLMError as error:
@@ -118,14 +122,42 @@ def exit_with_error_line(command: Callable[[], int | None]) -> int:
         if not _nobody_reads_output():
             raise
         return 141  # as for a program that SIGPIPE ends: `| head` has read enough
-    except OSError as error:
-        if error.filename is None and error.errno != errno.ENOSPC:
+    except Exception as error:
+        refused = _what_the_system_refused(error)
+        if refused is None:
             raise
         with contextlib.suppress(OSError):
-            print(f"error: {error.filename or 'a file'}: {error.strerror}.", file=sys.stderr, flush=True)
+            print(f"error: {refused}", file=sys.stderr, flush=True)
         return 1
     finally:
         _let_go_of_closed_streams()
+
+
+# Refusals of a disk, which can meet any write, also one whose error names no file; and what to do about each.
+_MAKE_ROOM = "Make room, or give a folder on another disk, then run the same command again"
+_ELSEWHERE = "Give a path on another disk"
+_OF_DISKS = {
+    errno.ENOSPC: _MAKE_ROOM,
+    errno.EDQUOT: _MAKE_ROOM,
+    errno.EFBIG: f"{_ELSEWHERE}, or raise the limit on file sizes (ulimit -f)",
+    errno.EROFS: _ELSEWHERE,
+    errno.EIO: f"Check the disk. {_ELSEWHERE}",
+}
+# What libraries written in Rust say: tokenizers raises a bare Exception, safetensors its SafetensorError.
+_IN_RUST = re.compile(r"\(os error (\d+)\)")
+
+
+def _what_the_system_refused(error: Exception) -> str | None:
+    """The line for an exception that is the system's word on a path or a disk; None for any other."""
+    code, file = None, None
+    if isinstance(error, OSError):  # of two names, as in a copy, the second is the one that is written
+        code, file = error.errno, error.filename2 or error.filename
+    elif type(error).__name__ in ("Exception", "SafetensorError") and (found := _IN_RUST.search(str(error))):
+        code = int(found[1])
+    if code is None or (file is None and code not in _OF_DISKS):
+        return None
+    advice = f" {_OF_DISKS[code]}." if code in _OF_DISKS else ""
+    return f"{file or 'the disk that is written to'}: {os.strerror(code)}.{advice}"
 
 
 def _nobody_reads_output() -> bool:

@@ -151,6 +151,20 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ConfigError(f"{source} is not valid JSON ({error}).") from error
 
 
+def read_record(path: str | os.PathLike[str], *keys: str) -> dict[str, Any]:
+    """Read a JSON file that holds one object with these keys, such as the record of a run.
+
+    Raises:
+        ConfigError: the file is missing, is not JSON, or holds something else.
+    """
+    value = read_json(path)
+    missing = [key for key in keys if key not in value] if isinstance(value, dict) else []
+    if not isinstance(value, dict) or missing:
+        has = f"has no {missing[0]}" if missing else "does not hold an object with keys"
+        raise ConfigError(f"{path} {has}; it is damaged or not what its name says. Restore it from where it came from.")
+    return value
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Whole rows of a JSON-lines file; none when it does not exist."""
     if not path.is_file():
@@ -158,9 +172,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_bytes().split(b"\n"):  # not splitlines: a row may hold other characters that end a line
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue  # empty, or torn by a crash in the middle of an append
+        if isinstance(row, dict):
+            rows.append(row)
     return rows
 
 

@@ -10,6 +10,16 @@ OWN_MODEL_TYPES = ("tinylm", "tinylm_gpt2")  # model_type of checkpoints, which 
 _FETCHED = ["*.json", "*.jinja", "*.safetensors", "*.md", "*.txt", "LICENSE*"]
 
 
+def require_model_folder(folder: Path) -> None:
+    """Raise `ConfigError` when a folder holds no config.json; the one that was meant is named, if it is inside."""
+    if (folder / "config.json").is_file():
+        return
+    candidates = [folder / "final", *sorted(folder.glob("checkpoint-*"), reverse=True)]
+    inside = [path for path in candidates if (path / "config.json").is_file()]
+    meant = f"Did you mean {inside[0]}?" if inside else "Give a run's final folder, a checkpoint, or a model's folder."
+    raise ConfigError(f"{folder} is not a model folder: it has no config.json. {meant}")
+
+
 def find_model_folder(name: str | None) -> Path:
     """The local folder of that name, or a model on the Hub, which is downloaded into the cache.
 
@@ -20,6 +30,7 @@ def find_model_folder(name: str | None) -> Path:
         raise ConfigError("init_from is missing. Give the model to start from: --init_from runs/NAME/final.")
     folder = Path(name).expanduser()
     if folder.is_dir():
+        require_model_folder(folder)
         return folder
     if folder.exists() or folder.is_absolute() or name.startswith(".") or not 1 <= len(folder.parts) <= 2:
         raise ConfigError(

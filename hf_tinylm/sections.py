@@ -162,6 +162,7 @@ class TrainingSection:
     bf16: bool | Literal["auto"] = "auto"  # Hugging Face's words for precision: bf16, or fp32 when false
     fp16: bool = False  # with a gradient scaler, for GPUs without bf16
     torch_compile: bool | Literal["auto"] = "auto"  # auto: on a CPU or GPU, for runs long enough to win it back
+    loss_kernel: Literal["auto", "torch"] = "auto"  # auto: a kernel where there is a right one; see docs/speed.md
     gradient_checkpointing: bool = False
     use_cpu: bool = False
     cpu_threads: int | None = None  # None: OMP_NUM_THREADS when above 1, else the cores over the processes of this host

@@ -57,12 +57,38 @@ def parse_text(text: str) -> Any:
         raise ConfigError("not valid YAML: nested too deep") from error
 
 
+# Keys as other trainers spell them, whose nearest letters are those of a key that means something else.
+_ELSEWHERE = {
+    "max_steps": "train_tokens",
+    "num_train_epochs": "epochs",
+    "gradient_accumulation_steps": "global_batch_tokens",
+    "block_size": "sequence_length",
+    "batch_size": "per_device_train_batch_size",
+    "per_device_batch_size": "per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "evaluation_strategy": "eval_steps",
+    "eval_strategy": "eval_steps",
+    "save_strategy": "save_steps",
+    "lr": "learning_rate",
+    "grad_clip": "max_grad_norm",
+    "n_layer": "num_hidden_layers",
+    "num_layers": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "num_heads": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "d_model": "hidden_size",
+    "dropout": "attention_dropout",
+    "dataset": "sources",
+}
+
+
 def check_name(name: object, known: Iterable[str], what: str) -> None:
     """Raise `ConfigError` naming the nearest of `known` when `name` is not one of them."""
     names = list(known)
     if name in names:
         return
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    meant = _ELSEWHERE.get(str(name))
+    near = [meant] if meant in names else difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(names)}."
     raise ConfigError(f"Unknown {what}: {shown(name) if not isinstance(name, str) else name[:80]}. {hint}")
 
@@ -145,7 +171,7 @@ def _scalar(value: Any, hint: Any) -> tuple[bool, Any]:
     if hint is bool:
         return isinstance(value, bool), value
     if hint is str:
-        return isinstance(value, str) and value.strip() != "", value
+        return isinstance(value, str) and value.strip() != "" and _is_unicode(value), value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False, None
     if (isinstance(value, int) and abs(value) >= 2**63) or not math.isfinite(value):
@@ -156,8 +182,15 @@ def _scalar(value: Any, hint: Any) -> tuple[bool, Any]:
 
 
 def _quoting(value: Any, hint: Any) -> str:
+    if isinstance(value, str) and not _is_unicode(value):
+        return " It holds a zero byte or half a surrogate pair (bytes that are not UTF-8), which no file can record."
     takes_text = accepts(hint, str) and isinstance(value, bool | int | float)
     return " Put it in quotes." if takes_text else ""
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether every file and path can hold a text: no zero byte, no half of a surrogate pair."""
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _construct_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:

@@ -241,6 +241,12 @@ def test_negative_numbers_are_values_and_not_keys() -> None:
         (["--validation_fraction", "0.6"], "validation_fraction=0.6 must be 0.0 to 0.5"),
         (["--weight_decay", "-1"], "weight_decay=-1.0 must be 0.0 or more"),
         (["--adam_beta2", "1"], "adam_beta2=1.0 must be 0.0 to 0.999999"),
+        (["--cpu_threads", "9223372036854775807"], "cpu_threads=9223372036854775807 must be 1 to 65536"),
+        (["--rope_theta", "1e300"], "rope_theta=1e+300 must be 1.0 to 1000000000000.0"),
+        (["--rms_norm_eps", "1e30"], "rms_norm_eps=1e+30 must be 0.0 to 1.0"),
+        (["--rms_norm_eps", "0"], "rms_norm_eps=0.0 must be above 0"),
+        (["--initializer_range", "2"], "initializer_range=2.0 must be 0.0 to 1.0"),
+        (["--cpu_threads", "0"], "cpu_threads=0 must be 1 to 65536"),
         (["--seed", "4294967296"], "seed=4294967296 must be 0 to 4294967295"),
         (["--sources", "{name: a, path: b}", "{name: a, path: c}"], "Two sources are named 'a'"),
         (["--sources", "{name: a, path: b, max_documents: 0}"], "max_documents=0 of source 'a' must be above 0"),
@@ -354,6 +360,27 @@ def test_a_small_file_that_expands_without_end_is_a_short_error(tmp_path: Path) 
 def test_a_folder_given_as_config_is_told_apart_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("value", ["a\0b", "runs/\udcff"], ids=["zero byte", "bytes that are not UTF-8"])
+def test_text_that_no_file_can_record_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"output_dir=.* must be text or null\. It holds a zero byte or half"):
+        load_config(None, ["--output_dir", value])
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("max_steps", "train_tokens"),
+        ("num_train_epochs", "epochs"),
+        ("gradient_accumulation_steps", "global_batch_tokens"),
+        ("block_size", "sequence_length"),
+        ("n_head", "num_attention_heads"),
+    ],
+)
+def test_a_key_of_another_trainer_is_told_ours_and_not_one_of_similar_letters(key: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=f"Unknown key: {key}. Did you mean {ours}?"):
+        load_config(None, [f"--{key}", "4"])
 
 
 # --- bases

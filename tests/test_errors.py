@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -127,3 +129,62 @@ exit_with_error_line(command)
     done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(28, "No space left on device"), "the disk that is written to: No space left on device. Make room"),
+        (OSError(28, "No space", "from.json", None, "to.json"), "to.json: No space left on device. Make room"),
+        (OSError(122, "Disk quota exceeded"), "the disk that is written to: Disk quota exceeded. Make room"),
+        (OSError(27, "File too large"), "the disk that is written to: File too large. Give a path on another disk"),
+        (OSError(30, "Read-only file system", "a"), "a: Read-only file system. Give a path on another disk"),
+        (OSError(5, "Input/output error"), "the disk that is written to: Input/output error. Check the disk"),
+        (Exception("No space left on device (os error 28)"), "the disk that is written to: No space left on device. "),
+    ],
+)
+def test_a_refusal_of_a_disk_is_one_line_whichever_library_met_it(
+    error: Exception, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> int:
+        raise error
+
+    assert exit_with_error_line(command) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {line}")
+    assert told.count("\n") == 1
+
+
+def test_a_disk_that_refuses_safetensors_or_tokenizers_is_one_line(tmp_path: Path) -> None:
+    code = """
+import resource, sys
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
+from hf_tinylm.errors import exit_with_error_line
+large = Tokenizer(models.BPE())
+large.add_tokens([f"token {number}" for number in range(200)])
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+print(exit_with_error_line(lambda: save_file({"a": np.zeros(9_999)}, "model.safetensors")))
+print(exit_with_error_line(lambda: large.save("tokenizer.json")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    line = "error: the disk that is written to: File too large. Give a path on another disk, or raise the limit"
+    assert done.stdout == "1\n1\n", done.stderr
+    assert [told[: len(line)] for told in done.stderr.splitlines()] == [line, line]
+
+
+@pytest.mark.parametrize("error", [OSError("a library's own words"), RuntimeError("(os error 28)"), OSError(9, "Bad")])
+def test_an_error_of_the_system_that_names_no_file_and_no_disk_is_a_fault(error: Exception) -> None:
+    def command() -> int:
+        raise error
+
+    with pytest.raises(type(error)):
+        exit_with_error_line(command)
+
+
+def test_text_that_the_output_cannot_spell_is_escaped() -> None:
+    code = "from hf_tinylm.errors import exit_with_error_line as run\nrun(lambda: print('caf\\u00e9 \\U0001f642'))"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "caf\\xe9 \\U0001f642\n", "")

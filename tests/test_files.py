@@ -16,6 +16,8 @@ from hf_tinylm.files import (
     atomic_folder,
     bundled,
     read_json,
+    read_record,
+    read_rows,
     refuse_folder_in_use,
     replace_link,
     sha256_of_file,
@@ -228,3 +230,25 @@ def test_a_link_is_moved_at_once_or_not_at_all(tmp_path: Path, monkeypatch: pyte
             replace_link(link, tmp_path / "models" / "old")
     assert os.readlink(link) == "models/new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "models"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[]", "does not hold an obj"),
+        ("null", "does not hold an obj"),
+        ('{"a": 1}', "has no b"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_a_record_that_lacks_what_it_is_read_for_is_named(content: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ConfigError, match=rf"run\.json .*{told}"):
+        read_record(tmp_path / "run.json", "a", "b")
+    (tmp_path / "run.json").write_text('{"a": 1, "b": null}')
+    assert read_record(tmp_path / "run.json", "a", "b") == {"a": 1, "b": None}
+
+
+def test_rows_of_a_file_that_are_no_objects_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"step": 1}\n3\nnull\n[1]\n"x"\n{"step": 2}\n{"ste')
+    assert read_rows(tmp_path / "rows.jsonl") == [{"step": 1}, {"step": 2}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,14 @@ def register(commands: Any) -> None:
 
 def verify_moved_run(options: argparse.Namespace) -> int:
     """Print every check of a moved run; 1 when one fails."""
-    from ..preflight.moved_run import MovedRun, verify_run
+    from ..preflight.moved_run import MovedRun, may_be_written, verify_run
     from ..preflight.report import report_json, report_lines
 
     run = MovedRun(Path(options.run_dir), Path(options.shards), options.checkpoint, options.tokenizer)
     checks = verify_run(run)
     print_result(options, report_json(checks), lambda: report_lines(checks, "verify-run"))
+    if not may_be_written(run.folder):
+        print(f"notice: {run.folder} may not be written to; the outcome is not in its events.jsonl.", file=sys.stderr)
     return 0 if all(check.ok for check in checks) else 1
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..contract import DONE_FILE
 from ..errors import ConfigError, RunStopped
-from ..files import read_json
+from ..files import read_record
 
 if TYPE_CHECKING:
     from ..evaluation.chat import ChatEngine, Conversation
@@ -76,11 +76,12 @@ def chosen_device(name: str) -> str:
 
 def origin(path: Path) -> str:
     """The run and the update that a model folder or GGUF file comes from, as the files beside it say."""
-    if (path / "trainer_state.json").is_file():
-        return f"run {path.resolve().parent.name}, update {read_json(path / 'trainer_state.json')['step']:,}"
+    state = read_record(path / "trainer_state.json") if (path / "trainer_state.json").is_file() else {}
+    if "step" in state:  # transformers' own Trainer writes a file of that name with other keys
+        return f"run {path.resolve().parent.name}, update {state['step']:,}"
     done = path.resolve().parent / DONE_FILE
     if done.is_file():
-        return f"run {done.parent.name}, update {read_json(done)['updates']:,}, finished"
+        return f"run {done.parent.name}, update {read_record(done, 'updates')['updates']:,}, finished"
     return "not in the folder of a run"
 
 

@@ -54,15 +54,15 @@ class Mixture:
     Args:
         ledger: all documents.
         data: the configuration of sources and budgets.
+        targets: ids taken of each source, as `source_targets` gives them.
         shuffle: a seeded shuffle over all sources, or the order of reading, source after source.
 
     Raises:
         DataError: a source cannot give what is asked of it.
     """
 
-    def __init__(self, ledger: Ledger, data: DataSection, shuffle: bool) -> None:
+    def __init__(self, ledger: Ledger, data: DataSection, targets: Sequence[int], shuffle: bool) -> None:
         self.ledger, self.seed, self.shuffle = ledger, data.shuffle_seed, shuffle
-        targets = source_targets(data, ledger)
         self.shares = [
             self._share(number, source, target)
             for number, (source, target) in enumerate(zip(data.sources, targets, strict=True))

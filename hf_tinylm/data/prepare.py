@@ -37,7 +37,7 @@ from .chunks import Chunk, Skipped
 from .encoding import Encoded, EngineMismatch
 from .hub import pinned
 from .ledger import VALIDATION, Ledger
-from .mixture import Mixture
+from .mixture import Mixture, source_targets
 from .readers import ReadBytes
 from .shard_writer import ShardWriter
 from .shards import SPLITS, id_dtype
@@ -141,13 +141,15 @@ class _Preparation:
             stages = self._encode()
         ledger = Ledger([stage.parts for stage in stages], self.data.validation_fraction, any_order=self.shuffle)
         self._drop_near_duplicates(ledger, stages)
-        mixture = Mixture(ledger, self.data, self.shuffle)
         folder = self.work / f"pack-{self._pack_key()}"
+        targets = source_targets(self.data, ledger)
+        _require_room(target, folder, sum(targets), self.dtype.itemsize)  # before passes over the sources are counted
+        mixture = Mixture(ledger, self.data, targets, self.shuffle)
         folder.mkdir(exist_ok=True)
         names = [source.name for source in self.sources]
         writer = ShardWriter(folder, self.vocab_size, self.separator_id, self.data.shard_ids, names)
         self._write(writer, ledger, mixture)
-        _require_both_splits(writer, self.data.validation_fraction)
+        _require_both_splits(writer, self.data.validation_fraction, int(ledger.duplicates.sum()))
         manifest = writer.finish(self._facts(stages, ledger, mixture))
         fsync_tree(folder)
         refuse_folder_in_use(target)
@@ -344,14 +346,33 @@ def _no_text(source: SourceSection, skipped: Skipped) -> str:
     )
 
 
-def _require_both_splits(writer: ShardWriter, fraction: float) -> None:
+def _require_room(target: Path, folder: Path, ids: int, id_bytes: int) -> None:
+    """Refuse a pack that its disk cannot hold, such as one with a zero too many in `tokens`.
+
+    Args:
+        folder: where it is written; what a run that was stopped left there need not be written again.
+
+    Raises:
+        DataError: with both numbers.
+    """
+    written = sum(path.stat().st_size for path in folder.rglob("*.arrow")) if folder.is_dir() else 0
+    needed, free = ids * id_bytes - written, shutil.disk_usage(target.parent).free
+    if needed > free:
+        raise DataError(
+            f"the pack of {ids:,} ids needs {needed:,} bytes more and the volume of {target} has "
+            f"{free:,} free. Lower tokens, epochs or pack_tokens, make room, or give another disk: "
+            "--shards DIR."
+        )
+
+
+def _require_both_splits(writer: ShardWriter, fraction: float, copies: int) -> None:
     train, validation = (writer.documents(split) for split in SPLITS)
     if train and validation:
         return
     empty = "validation" if train else "training"
     raise DataError(
         f"the {empty} split is empty: {train + validation:,} different documents with validation_fraction={fraction} "
-        f"gave {train:,} for training and {validation:,} for validation. "
+        f"gave {train:,} for training and {validation:,} for validation; {copies:,} copies were dropped. "
         + ("Raise" if train else "Lower")
         + " validation_fraction, cut long texts into documents (splitter: paragraphs_4096), or add text."
     )

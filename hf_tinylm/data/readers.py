@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import DataError
 from .chunks import CHUNK_BYTES, CHUNK_DOCUMENTS, Chunk, Skipped
 from .splitters import find_splitter, split_text
-from .utf8 import BLOCK_BYTES, BYTE_ORDER_MARK, valid_blocks
+from .utf8 import BLOCK_BYTES, BYTE_ORDER_MARK, refuse_utf16, valid_blocks
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -81,6 +81,8 @@ def read_jsonl(path: Path, read: ReadBytes) -> Iterator[Chunk]:
         while True:
             block = file.read(BLOCK_BYTES)
             content = rest + block
+            if offset == 0:
+                refuse_utf16(content, str(path))
             end = content.rfind(b"\n") + 1 if block else len(content)
             payload, rest = content[:end], content[end:]
             start = len(BYTE_ORDER_MARK) if offset == 0 and payload.startswith(BYTE_ORDER_MARK) else 0
@@ -188,8 +190,7 @@ def open_binary(path: Path, read: ReadBytes | None = None) -> Iterator[IO[bytes]
             read.file = raw
             with _decompressed(raw, path.suffix) as file:
                 yield file
-            read.before = read.now()
-            read.file = None
+                read.before, read.file = read.now(), None  # before it is closed: a closed file tells no place
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise DataError(f"{path} cannot be read: {error}. Check that the file is whole and readable.") from error
 

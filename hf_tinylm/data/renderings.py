@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..files import atomic_folder, bundled, read_json, sha256_of_file, sha256_of_json, write_json
 from ..sections import ConversationSource, SourceSection
 from ..tokenization.chat import ChatRenderer, RenderedChat, chat_template, describe_fault, why_malformed
@@ -64,6 +64,7 @@ def render_source(
         cache: a folder; None: beside the cache of `datasets` (HF_HOME and HF_DATASETS_CACHE move it).
 
     Raises:
+        ConfigError: the cache cannot be written.
         DataError: the source cannot be read, or holds no conversation.
     """
     fingerprint, rows = _open(source)
@@ -73,8 +74,14 @@ def render_source(
     folder = (cache or _default_cache()) / key
     found = _read(folder)
     if found is None:
-        with atomic_folder(folder, replace=True) as temporary:
-            _write(temporary, rows, source, ChatRenderer(tokenizer), progress)
+        try:
+            with atomic_folder(folder, replace=True) as temporary:
+                _write(temporary, rows, source, ChatRenderer(tokenizer), progress)
+        except OSError as error:  # an account without a home, or a cache that others share
+            raise ConfigError(
+                f"the cache {folder.parent}, which keeps rendered conversations, cannot be written ({error.strerror}). "
+                "Name a folder that can: export HF_DATASETS_CACHE=DIR"
+            ) from error
         found = _read(folder)
     assert found is not None, "what was written a moment ago can be read"
     if not len(found):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from .chunks import CHUNK_BYTES
 
-_PARAGRAPHS = re.compile(r"paragraphs_([1-9]\d*)")
+_PARAGRAPHS = re.compile(r"paragraphs_([1-9]\d{0,17})")
 _BLANK_LINE = re.compile(rb"\n[ \t\r\x0b\f]*\n")
 _BLANK_LINE_OR_END = re.compile(rb"\n[ \t\r\x0b\f]*(?:\n|\Z)")
 _BLANK_LINES = re.compile(rb"(?:[ \t\r\x0b\f]*\n)*")

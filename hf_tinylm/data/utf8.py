@@ -40,18 +40,30 @@ def decode(content: bytes, policy: str, path: str, offset: int, skipped: Skipped
     return content.decode("utf-8", "replace")
 
 
+def refuse_utf16(beginning: bytes, path: str) -> None:
+    """Refuse a file that says it is UTF-16, under every policy: most of its lines would pass as UTF-8 full of zeros.
+
+    Raises:
+        DataError: with what converts it.
+    """
+    if beginning.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError(f"{path} is UTF-16 text; UTF-8 is needed. Convert it: iconv -f UTF-16 -t UTF-8 IN > OUT")
+
+
 def valid_blocks(file: IO[bytes], path: str, policy: str, skipped: Skipped) -> Iterator[bytes]:
     """The content of a file in blocks of whole lines, each valid UTF-8; lines that are not go by the policy.
 
     A byte order mark at the start is an encoding sign, not text.
 
     Raises:
-        DataError: a line is not UTF-8 and the policy is strict.
+        DataError: a line is not UTF-8 and the policy is strict, or the file is UTF-16.
     """
     offset, rest = 0, b""
     while True:
         block = file.read(BLOCK_BYTES)
         content = rest + block
+        if offset == 0:
+            refuse_utf16(content, path)
         if not content:
             return
         end = _end_of_lines(content) if block else len(content)

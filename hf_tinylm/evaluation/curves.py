@@ -13,7 +13,7 @@ import numpy as np
 
 from ..contract import METRICS, RUN_FILE
 from ..errors import ConfigError, ContractError
-from ..files import read_json, read_rows
+from ..files import read_record, read_rows
 from ..planning.optimizer import RunFlops
 from ..planning.shape import ModelShape
 from ..training.curves import Axis, Curve, Points, curve_of
@@ -48,7 +48,7 @@ def load_run(folder: Path, metric: str = "loss") -> MeasuredRun:
     contract_file = folder / RUN_FILE
     if not contract_file.is_file():
         raise ConfigError(f"{folder} has no {RUN_FILE}, so it is no run. Give the output_dir of a run.")
-    identity = read_json(contract_file).get("identity", {})
+    identity = read_record(contract_file).get("identity", {})
     data, model, training = (identity.get(name, {}) for name in ("data", "model", "training"))
     settings = {name: training[key] for key, name in _OF_OPTIMIZER.items() if key in training}
     run = RunFlops.of(ModelShape.from_model_config(model), int(data["sequence_length"]), **settings)

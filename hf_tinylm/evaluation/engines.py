@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import CheckpointError, ConfigError, TokenizerError
-from ..files import read_json, sha256_of_file, sha256_of_json
-from ..model_folder import OWN_MODEL_TYPES, find_model_folder
+from ..files import read_record, sha256_of_file, sha256_of_json
+from ..model_folder import OWN_MODEL_TYPES, find_model_folder, require_model_folder
 from ..modeling.factory import load_model
 from ..tokenization.encoder import FastEncoder
 from ..tokenization.load import load_tokenizer, tokenizer_sha256, vocabulary_size
@@ -77,16 +77,15 @@ def load_causal_lm(folder: Path) -> PreTrainedModel:
         ConfigError: the folder is no causal language model that transformers knows.
         CheckpointError: weights are missing, damaged or of another shape.
     """
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} is not a model folder: it has no config.json.")
-    if read_json(folder / "config.json").get("model_type") in OWN_MODEL_TYPES:
+    require_model_folder(folder)
+    if read_record(folder / "config.json").get("model_type") in OWN_MODEL_TYPES:
         return load_model(folder)
     try:
         AutoConfig.from_pretrained(folder)
         found: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
         raise ConfigError(f"{folder} cannot be opened as a model ({' '.join(str(error).split())[:200]}).") from error
     except Exception as error:
         if type(error).__module__.partition(".")[0] != "safetensors":  # its own class for a damaged file

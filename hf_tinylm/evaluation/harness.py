@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError, DataError, MissingExtraError
-from ..files import read_json, sha256_of_json
+from ..files import read_record, sha256_of_json
 from ..model_folder import OWN_MODEL_TYPES
 from .engines import weights_sha256
 
@@ -44,7 +44,7 @@ def run_harness(
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise MissingExtraError("lm-eval", "lm-eval", f"the suite {PREFIX}{task}")
-    if not model.is_dir() or read_json(model / "config.json").get("model_type") in OWN_MODEL_TYPES:
+    if not model.is_dir() or read_record(model / "config.json").get("model_type") in OWN_MODEL_TYPES:
         raise ConfigError(f"lm-eval opens stock model folders; {model} is none. Write one: hf-tinylm export.")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         found = _evaluate(model, _task(task, data, Path(folder)), Path(folder), limit, batch_size, device)

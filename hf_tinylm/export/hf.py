@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..contract import RUN_FILE
 from ..errors import ConfigError, MissingExtraError, VerificationError
-from ..files import atomic_folder, read_json, refuse_folder_in_use
+from ..files import atomic_folder, read_record, refuse_folder_in_use
 from ..gguf_plan import GGUFPlan, GGUFType, needs_llamacpp
 from .gguf import GGUFSource
 from .modelfile import MODELFILE, lm_studio_path, write_modelfile
@@ -209,12 +209,17 @@ def find_tokenizer(source: Path) -> str:
         return str(source)
     run = source.parent / RUN_FILE
     if run.is_file():
-        config = read_json(run).get("config") or {}
+        config = read_record(run).get("config") or {}
         path = (config.get("tokenizer") or {}).get("tokenizer_path")
         if path:
             return str(path)
-    raise ConfigError(f"{source} has no tokenizer.json and no run.json beside it names one. Give it: --tokenizer DIR.")
+    raise ConfigError(
+        f"{source} has no tokenizer.json and no run.json beside it names one. Give it: --tokenizer DIR (in a recipe: "
+        "--tokenizer_path DIR)."
+    )
 
 
 def _file_name(name: str, kind: GGUFType) -> str:
-    return f"{name}-{kind.upper()}.gguf"
+    """A run may be named as trackers group them, `sweep/first`; its file stays in the folder."""
+    within = name.replace("/", "-").replace("\\", "-")
+    return f"{within}-{kind.upper()}.gguf"

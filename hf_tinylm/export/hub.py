@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from ..contract import DONE_FILE
+from ..data.shards import load_shards
 from ..errors import ConfigError, ExportError, VerificationError
-from ..files import sha256_of_file
+from ..files import read_record, sha256_of_file
 from ..sections import ExportSection
 
 Kind = Literal["model", "dataset"]
@@ -100,14 +102,18 @@ def open_destination(repo_id: str, kind: Kind = "model", private: bool = True) -
 def collect(path: Path) -> Upload:
     """The files of what `path` is: a run's folder (final folder and GGUF files), a model's folder, shards, a GGUF file.
 
+    A pack is read in full, and the weights of a finished run are compared with what it recorded when it ended.
+
     Raises:
-        ConfigError: `path` is none of these, or one of its files holds an access token.
+        ConfigError: `path` is none of these, one of its files holds an access token, or it is damaged.
     """
     if path.is_file() and path.suffix == ".gguf":
         found = Upload("model", {path.name: path, **_beside_gguf(path)})
     elif (path / "manifest.json").is_file() and (path / "dataset_dict.json").is_file():
+        load_shards(path, verify=True)
         found = Upload("dataset", dict(_matching(path, _SHARD_FILES)))
     elif (path / "final" / "config.json").is_file():
+        _refuse_other_weights(path)
         beside = {file.name: file for file in sorted(path.glob("*.gguf"))}
         scores = {f"eval/{file.name}": file for file in sorted((path / "eval").glob("*.json"))}
         modelfile = {"Modelfile": path / "Modelfile"} if (path / "Modelfile").is_file() else {}
@@ -254,6 +260,18 @@ def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[tuple[str, Pa
 
 def _beside_gguf(path: Path) -> dict[str, Path]:
     return {name: path.parent / name for name in ("README.md", "Modelfile") if (path.parent / name).is_file()}
+
+
+def _refuse_other_weights(run: Path) -> None:
+    """The weights of the final folder must be those that DONE.json names."""
+    recorded = read_record(run / DONE_FILE).get("final_weights_sha256") if (run / DONE_FILE).is_file() else None
+    for name, digest in (recorded or {}).items():
+        file = run / "final" / name
+        if not file.is_file() or sha256_of_file(file) != digest:
+            raise ConfigError(
+                f"{file} is not what the run recorded in {DONE_FILE}: it is damaged or was changed. Restore it, or "
+                f"publish it as a model of its own: hf-tinylm push {run / 'final'} --repo_id USER/NAME"
+            )
 
 
 def _refuse_tokens(upload: Upload) -> None:

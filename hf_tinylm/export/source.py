@@ -6,8 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError
-from ..files import read_json
+from ..files import read_record
 from ..model_folder import OWN_MODEL_TYPES, find_model_folder
 from .weights import weight_files
 
@@ -29,13 +28,7 @@ def find_source(model: str) -> ModelSource:
         ConfigError: there is no such model.
     """
     folder = find_model_folder(model)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{model} is not a model folder: it has no config.json. Give a run's final folder, a checkpoint, or the "
-            "folder or name of a llama, qwen3 or gpt2 model."
-        )
-    config = read_json(folder / "config.json")
-    kind = config.get("model_type") if isinstance(config, dict) else None
+    kind = read_record(folder / "config.json").get("model_type")
     return ModelSource(folder, stock=kind not in OWN_MODEL_TYPES and (folder / "tokenizer.json").is_file())
 
 

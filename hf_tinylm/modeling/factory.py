@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from ..errors import CheckpointError, ConfigError
+from ..files import read_record
+from ..model_folder import require_model_folder
 from ..sections import ModelSection
 from .configuration import TinyGPT2Config, TinyLMConfig, model_configuration
 from .gpt2 import TinyGPT2ForCausalLM, from_stock_gpt2
@@ -86,10 +88,18 @@ def load_model(folder: Path, attn_implementation: str = "sdpa") -> TinyLMForCaus
 
 
 def read_configuration(folder: Path) -> TinyLMConfig:
-    """The `TinyLMConfig` of a model folder, ours or stock."""
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} is not a model folder: it has no config.json.")
-    config = AutoConfig.from_pretrained(folder)
+    """The `TinyLMConfig` of a model folder, ours or stock.
+
+    Raises:
+        ConfigError: the folder is no model, a damaged one, or one whose shape this package does not have.
+    """
+    require_model_folder(folder)
+    read_record(folder / "config.json")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # transformers has no class for a value that its configurations cannot hold
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{folder / 'config.json'} does not describe a model: {reason}") from error
     if isinstance(config, TinyLMConfig):
         return config
     if config.model_type == "gpt2":

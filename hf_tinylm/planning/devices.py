@@ -17,19 +17,26 @@ class Device:
     memory_gib: int
 
 
-# Dense bfloat16 peaks without sparsity, as published in each vendor's data sheet; GeForce cards with float32
-# accumulation, at which they run half of the headline figure. Memory is that of the common variant.
+# Dense bfloat16 peaks without sparsity, as published in each vendor's data sheet (nvidia.com/en-us/data-center/NAME,
+# "BFLOAT16 Tensor Core"; of Hopper and B200 half of the figure, which is with sparsity); GeForce cards from the white
+# papers of their architectures, with float32 accumulation, at which they run half of the headline figure. Memory is
+# that of the common variant. Cards without bfloat16 (V100, T4) have none.
 DEVICES = {
     device.name: device
     for device in (
         Device("H200", 989e12, 141),
         Device("H100 PCIe", 756e12, 80),
+        Device("H100 NVL", 835e12, 94),
         Device("H100", 989e12, 80),
         Device("GH200", 989e12, 96),
         Device("B200", 2250e12, 180),
         Device("A100", 312e12, 80),
+        Device("A30", 165e12, 24),
+        Device("A40", 149.7e12, 48),
         Device("L40S", 362e12, 48),
+        Device("L40", 181e12, 48),
         Device("L4", 121e12, 24),
+        Device("A10", 125e12, 24),
         Device("A10G", 70e12, 24),
         Device("RTX 5090", 209.5e12, 32),
         Device("RTX 5080", 112.6e12, 16),
@@ -41,8 +48,9 @@ DEVICES = {
         Device("TPU v4", 275e12, 32),
     )
 }
-# Words that make another product of a name in the table, with other figures.
-_VARIANTS = {"NVL", "Laptop", "SUPER", "Ti", "D"}
+# Words that make another product of a name in the table, with other figures, or a part of one (MIG; vGPU: "A40-8Q").
+_VARIANTS = {"NVL", "Laptop", "SUPER", "Ti", "D", "MIG"}
+_VGPU_PROFILE = re.compile(r"\d+[abcq]")
 
 
 def device_of(name: str) -> Device | None:
@@ -52,8 +60,9 @@ def device_of(name: str) -> Device | None:
     if not found:
         return None
     device = max(found, key=lambda one: len(one.name.split()))
-    other_variant = {variant.lower() for variant in _VARIANTS} & words - set(device.name.lower().split())
-    return None if other_variant else device
+    others = words - set(device.name.lower().split())
+    other_variant = {variant.lower() for variant in _VARIANTS} & others
+    return None if other_variant or any(map(_VGPU_PROFILE.fullmatch, others)) else device
 
 
 def peak_of(name: str) -> float | None:

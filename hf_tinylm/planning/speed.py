@@ -9,7 +9,7 @@ from typing import Any
 
 from ..contract import METRICS, RUN_FILE
 from ..errors import ConfigError
-from ..files import read_json, read_rows
+from ..files import read_record, read_rows
 from ..sections import RunConfig
 from .devices import Device, find_device
 from .duration import (
@@ -144,7 +144,7 @@ def _measured_rate(run: Path, shape: ModelShape, notices: list[str]) -> float:
     if not rates:
         raise ConfigError(f"{run}/{METRICS} has no updates to measure by. Give the folder of a run that has trained.")
     if (run / RUN_FILE).is_file():
-        model = read_json(run / RUN_FILE)["identity"]["model"]
+        model = read_record(run / RUN_FILE, "identity")["identity"]["model"]
         same = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
         differing = [name for name in same if model.get(name) != getattr(shape, name)]
         if differing:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..files import read_json
+from ..files import read_record
 from ..gguf_plan import GGUF_TYPES, file_bytes
 from ..sections import RunConfig, TrainingSection
 from .compilation import compiling_pays, rows_of_pass
@@ -60,7 +60,7 @@ def _shape(config: RunConfig, vocab_size: int, notices: list[str]) -> ModelShape
         return ModelShape.from_config(config.model, vocab_size)
     described = Path(base).expanduser() / "config.json" if base else None
     if described is not None and described.is_file():
-        return ModelShape.from_model_config(read_json(described))
+        return ModelShape.from_model_config(read_record(described))
     notices.append(
         f"a chat stage has the shape of the model it starts from, and init_from={base} is no folder with a "
         "config.json: sizes, FLOPs and memory are those of the model section"

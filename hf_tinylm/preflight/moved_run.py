@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,7 @@ from ..contract import (
 from ..data.pack import Pack, open_pack
 from ..data.shards import Shards, load_shards
 from ..errors import CheckpointError, ConfigError
-from ..files import read_json, sha256_of_file, sha256_of_json
+from ..files import read_record, sha256_of_file, sha256_of_json
 from ..locks import FileLock
 from ..modeling.factory import load_model
 from ..sections import DataSection, RunConfig, TokenizerSection, TrainingSection
@@ -66,7 +67,7 @@ class MovedRun:
 
     def __init__(self, folder: Path, shards: Path, step: int | None = None, tokenizer: str | None = None) -> None:
         self.folder, self.shards_path, self.step, self._tokenizer = folder, shards, step, tokenizer
-        self.run: dict[str, Any] = read_json(folder / RUN_FILE)
+        self.run: dict[str, Any] = read_record(folder / RUN_FILE, "identity")
         self.identity: dict[str, Any] = self.run["identity"]
         if "shards_sha256" not in self.identity["data"]:
             raise ConfigError(
@@ -81,7 +82,7 @@ class MovedRun:
             )
             raise CheckpointError(f"{folder} has no checkpoint{f' of update {step}' if steps else ''}: {there}.")
         done = folder / DONE_FILE
-        self.done: dict[str, Any] | None = read_json(done) if done.is_file() else None
+        self.done: dict[str, Any] | None = read_record(done) if done.is_file() else None
 
     @cached_property
     def shards(self) -> Shards:
@@ -118,7 +119,7 @@ class MovedRun:
 
     def state(self, checkpoint: Path) -> dict[str, Any]:
         """The trainer_state.json of a checkpoint."""
-        state: dict[str, Any] = read_json(checkpoint / "trainer_state.json")
+        state: dict[str, Any] = read_record(checkpoint / "trainer_state.json", "eval_loss")
         return state
 
     @cached_property
@@ -291,29 +292,38 @@ RULES = (
 
 
 def verify_run(run: MovedRun) -> list[Check]:
-    """Run every check and append the outcome to the run's events.jsonl.
+    """Run every check and append the outcome to the run's events.jsonl, unless its folder may not be written to.
 
     Raises:
         ContractError: the run is being written.
     """
+    if not may_be_written(run.folder):  # an archive: nothing to lock, and the outcome cannot be kept
+        return run_rules(RULES, run)
     lock = FileLock(run.folder / LOCK, run.folder, "a copy of it")
     trace = lock.acquire()
     try:
         checks = run_rules(RULES, run)
-        found = {check.name: check.ok if check.ok is None else bool(check.ok) for check in checks}
-        checkpoint = run.checkpoints[-1] if run.step is None else run.folder / f"checkpoint-{run.step:08d}"
-        events = Events(run.folder / EVENTS)
-        events.add(
-            "verified",
-            step_of(checkpoint),
-            ok=_passed(checks),
-            checks=found,
-            failures={check.name: check.value for check in checks if check.ok is False},
-            shards=str(run.shards_path.resolve()),
-        )
+        _record(run, checks)
     finally:
         lock.release(trace)
     return checks
+
+
+def may_be_written(folder: Path) -> bool:
+    """Whether this user may write to a folder: not on a read-only disk."""
+    return os.access(folder, os.W_OK)
+
+
+def _record(run: MovedRun, checks: Sequence[Check]) -> None:
+    checkpoint = run.checkpoints[-1] if run.step is None else run.folder / f"checkpoint-{run.step:08d}"
+    Events(run.folder / EVENTS).add(
+        "verified",
+        step_of(checkpoint),
+        ok=_passed(checks),
+        checks={check.name: check.ok if check.ok is None else bool(check.ok) for check in checks},
+        failures={check.name: check.value for check in checks if check.ok is False},
+        shards=str(run.shards_path.resolve()),
+    )
 
 
 def _passed(checks: Sequence[Check]) -> bool:

@@ -42,7 +42,8 @@ def load_backend(path: str | Path) -> BackendTokenizer:
     """
     file, config = Path(path) / "tokenizer.json", Path(path) / "tokenizer_config.json"
     # Other classes may add tokens or steps that only transformers knows of.
-    if file.is_file() and config.is_file() and read_json(config).get("tokenizer_class") == "PreTrainedTokenizerFast":
+    facts = read_json(config) if file.is_file() and config.is_file() else None
+    if isinstance(facts, dict) and facts.get("tokenizer_class") == "PreTrainedTokenizerFast":
         return parse_backend(file.read_text(encoding="utf-8"), str(path))
     return BackendTokenizer(load_tokenizer(path).backend_tokenizer, str(path))
 
@@ -79,7 +80,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
         raise TokenizerError(f"the tokenizer folder {folder} does not exist. Train one: hf-tinylm tokenizer train.")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file ends in whatever reads it first: TypeError, AttributeError, Exception
         reason = " ".join(str(error).split())[:200]
         raise TokenizerError(
             f"no tokenizer could be loaded from {path}: it is not a local folder, and the Hub gave: {reason} "

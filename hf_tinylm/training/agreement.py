@@ -136,6 +136,7 @@ def _start_facts(trainer: LMTrainer) -> dict[str, Any]:
     }
     return {
         "packages": packages(),
+        "loss kernel": trainer.loss_kernel.name,
         "code": code_sha256(),
         "arguments": arguments,
         "model": trainer.model.config.identity,

@@ -48,7 +48,7 @@ REFUSED: dict[str, str] = {
     "label_smoothing_factor": "the loss is plain cross-entropy",
     "fp16_full_eval": "evaluation uses the precision of training",
     "bf16_full_eval": "evaluation uses the precision of training",
-    "use_liger_kernel": "the model is not patched",
+    "use_liger_kernel": "the model is not patched; loss_kernel takes the kernel of the loss",
     "liger_kernel_config": "the model is not patched",
     "neftune_noise_alpha": "embeddings are not disturbed",
     "torch_empty_cache_steps": "the cache is left to torch",
@@ -133,6 +133,7 @@ class LMTrainingArguments(TrainingArguments):
     init_from: str | None = None
     init_optimizer: bool = False
     branch_from: str | None = None
+    loss_kernel: Literal["auto", "torch"] = "auto"
     source_loss: bool = False
     noise_scale: bool = True
     peak_flops: float | None = None
@@ -263,6 +264,7 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
     training = config.training
     if training.output_dir is None:
         raise ConfigError("output_dir is missing. Give a new folder for the run: --output_dir runs/NAME.")
+    _check_trackers(training.report_to)
     use_cpu = training.use_cpu or not accelerator_present()
     if use_cpu:
         torch.set_num_threads(cpu_threads(training.cpu_threads))
@@ -303,6 +305,26 @@ def training_arguments(config: RunConfig) -> LMTrainingArguments:
     return LMTrainingArguments(**values)
 
 
+def _check_trackers(names: list[str]) -> None:
+    """Refuse a tracker that is unknown or not installed before anything is built."""
+    if not names:
+        return
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    there = {"all", "none", *get_available_reporting_integrations()}
+    for name in names:
+        if name not in there and name not in INTEGRATION_TO_CALLBACK:
+            raise ConfigError(f"report_to={name} is unknown. Give one of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}.")
+        if name not in there:
+            raise ConfigError(
+                f"report_to={name} needs its package, which is not installed here or switched off in the environment. "
+                f"Run: pip install {name}"
+            )
+
+
 _SAME_NAME = (
     *("save_minutes", "save_total_limit", "save_best", "milestone_steps", "save_in_background", "init_from"),
     *("init_optimizer", "branch_from", "nonfinite", "nonfinite_limit", "stop_after_updates", "max_hours", "max_cost"),
@@ -310,7 +332,7 @@ _SAME_NAME = (
     *("muon_momentum_warmup_steps", "muon_ns_steps", "lr_schedule", "decay_fraction", "decay_shape", "min_lr_ratio"),
     *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("price_per_hour", "note", "expect", "epochs", "source_loss", "stage_dir", "mirror_dir"),
-    *("noise_scale", "peak_flops"),
+    *("noise_scale", "peak_flops", "loss_kernel"),
 )
 
 

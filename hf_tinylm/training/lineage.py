@@ -11,7 +11,7 @@ import torch
 
 from ..contract import DONE_FILE, MANIFEST, RUN_FILE, difference, inherited_tokens
 from ..errors import CheckpointError, ContractError, TokenizerError, TrainingError
-from ..files import read_json, sha256_of_file
+from ..files import read_record, sha256_of_file
 from ..modeling.configuration import TinyLMConfig
 from ..modeling.factory import load_model
 from ..modeling.model import TinyLMForCausalLM
@@ -38,7 +38,7 @@ def lineage(init_from: str, with_optimizer: bool) -> dict[str, Any]:
     """
     folder = Path(init_from)
     parent, manifest = folder.parent / RUN_FILE, folder / MANIFEST
-    identity = read_json(parent)["identity"] if parent.is_file() else None
+    identity = read_record(parent, "identity")["identity"] if parent.is_file() else None
     step, tokens = _progress(folder)
     before = None if identity is None else inherited_tokens(identity)
     return {
@@ -55,11 +55,11 @@ def lineage(init_from: str, with_optimizer: bool) -> dict[str, Any]:
 
 def _progress(folder: Path) -> tuple[int | None, int | None]:
     """Updates and targets behind the weights of a checkpoint, or of the final folder of a finished run."""
-    if (folder / "trainer_state.json").is_file():
-        state = read_json(folder / "trainer_state.json")
+    state = read_record(folder / "trainer_state.json") if (folder / "trainer_state.json").is_file() else {}
+    if "supervised_tokens" in state:  # transformers' own Trainer writes a file of that name with other keys
         return int(state["step"]), int(state["supervised_tokens"])
     if folder.name == "final" and (folder.parent / DONE_FILE).is_file():
-        done = read_json(folder.parent / DONE_FILE)
+        done = read_record(folder.parent / DONE_FILE, "updates", "supervised_tokens")
         return int(done["updates"]), int(done["supervised_tokens"])
     return None, None
 
@@ -88,7 +88,8 @@ def check_tokenizer(init_from: str, tokenizer_sha256: str | None) -> None:
         TokenizerError: with both hashes.
     """
     parent = Path(init_from).parent / RUN_FILE
-    theirs = read_json(parent)["identity"].get("data", {}).get("tokenizer_sha256") if parent.is_file() else None
+    identity = read_record(parent, "identity")["identity"] if parent.is_file() else {}
+    theirs = identity.get("data", {}).get("tokenizer_sha256")
     if theirs is None or tokenizer_sha256 is None or theirs == tokenizer_sha256:
         return
     raise TokenizerError(
@@ -161,7 +162,7 @@ def check_branch(folder: Path, identity: dict[str, Any], schedule: Schedule) -> 
     if fault or not (folder.parent / RUN_FILE).is_file():
         fault = fault or f"{folder.parent} has no {RUN_FILE}"
         raise CheckpointError(f"branch_from needs a whole checkpoint in the folder of its run; {folder}: {fault}.")
-    parent = read_json(folder.parent / RUN_FILE)["identity"]
+    parent = read_record(folder.parent / RUN_FILE, "identity")["identity"]
     before, now = (
         {**one, "training": {name: value for name, value in one["training"].items() if name not in _OF_THE_END}}
         for one in (parent, identity)
@@ -172,7 +173,7 @@ def check_branch(folder: Path, identity: dict[str, Any], schedule: Schedule) -> 
             f"branch_from {folder} is of a run that differs in more than its end; {'; '.join(differences)}. "
             "Use its values, or init_from for a run of its own."
         )
-    old, step = recorded_schedule(parent["training"]), int(read_json(folder / "trainer_state.json")["step"])
+    old, step = recorded_schedule(parent["training"]), int(read_record(folder / "trainer_state.json", "step")["step"])
     for update in range(step):
         if old(update) != schedule(update):
             raise ContractError(

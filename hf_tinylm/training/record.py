@@ -12,7 +12,7 @@ import torch
 from ..contract import RUN_FILE, check_contract, new_contract, write_contract
 from ..data.local_copy import local_copy
 from ..errors import CheckpointError, ContractError
-from ..files import read_json, refuse_folder_in_use, sha256_of_json
+from ..files import read_record, refuse_folder_in_use, sha256_of_json
 from ..modeling.native import native_kernels_of
 from ..planning.disk import checkpoints_kept
 from ..planning.optimizer import checkpoint_bytes
@@ -47,7 +47,7 @@ ADDED_ARGUMENTS = (
 # Execution whose change alters the order of floating-point sums.
 CHANGES_BITS = (
     *("processes", "device", "cpu_threads", "per_device_train_batch_size", "torch_compile", "torch"),
-    *("attn_implementation", "native_kernels", "tf32", "device_name"),
+    *("attn_implementation", "native_kernels", "loss_kernel", "tf32", "device_name"),
 )
 
 
@@ -216,6 +216,7 @@ class RunRecord:
             "attn_implementation": trainer.model.config._attn_implementation,
             "native_kernels": native_kernels_of(trainer.model),
             "tf32": args.tf32,
+            **({} if trainer.loss_kernel.of_chunk is None else {"loss_kernel": trainer.loss_kernel.name}),
         }
         facts: dict[str, Any] = {"note": args.note, "expect": args.expect}
         facts["expected_tokens_per_second"] = trainer.expected_tokens_per_second
@@ -229,7 +230,8 @@ class RunRecord:
         if start is None:
             return None
         if known:
-            recorded: dict[str, Any] | None = read_json(self.output_dir / RUN_FILE)["identity"]["training"].get(key)
+            identity = read_record(self.output_dir / RUN_FILE, "identity")["identity"]
+            recorded: dict[str, Any] | None = identity["training"].get(key)
             return recorded
         return lineage(start, with_optimizer) if self.main else None
 
@@ -243,6 +245,10 @@ class RunRecord:
                 notices.append(f"eval_tokens={args.eval_tokens:,} were asked; validation has {there:,}, all are used.")
         if self.trainer.not_compiled:
             notices.append(f"{self.trainer.not_compiled} The run goes on without it; torch_compile: false says so.")
+        if self.trainer.loss_kernel.refused:
+            notices.append(self.trainer.loss_kernel.told)
+        elif args.device.type == "cuda":
+            print(self.trainer.loss_kernel.told, file=sys.stderr, flush=True)
         if self.trainer.not_native:
             notices.append(f"{self.trainer.not_native} The run goes on with torch's.")
         if args.device.type == "xla":

@@ -32,6 +32,7 @@ from .callbacks import ProgressBar
 from .clocks import budget_reached, synchronise
 from .compiling import compiles
 from .interrupt import INTERRUPT
+from .loss_kernel import choose_loss_kernel
 from .metrics import peak_flops
 from .noise_scale import NoiseMeter
 from .nonfinite import pass_over
@@ -101,6 +102,8 @@ class LMTrainer(Trainer):
         self.output_dir = Path(str(args.output_dir))
         flops = self.flops(self.plan.updates, self.plan.train_tokens)
         args.torch_compile, self.not_compiled = compiles(args.torch_compile, flops, args.device.type)
+        precision = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+        self.loss_kernel = choose_loss_kernel(args.loss_kernel, args.device, model.config.num_tokens, precision)
         self.sources = training_sources(args.source_loss, train_dataset)
         self.token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
         self.run_facts, self.eval_sets = run_facts or {}, eval_sets or {}
@@ -413,9 +416,9 @@ class LMTrainer(Trainer):
         args = self.args
         if self.model_wrapped is self.model:
             self.create_optimizer()
-            self.model_wrapped = wrapped_for_training(self.model, args, self.accelerator)
+            self.model_wrapped = wrapped_for_training(self.model, args, self.accelerator, self.loss_kernel.of_chunk)
             if args.torch_compile and args.bf16 and args.device.type == "cpu":
-                self.not_native = use_native_kernels(self.model, self.plan.sequence_length)
+                self.not_native = use_native_kernels(self.model, self.plan.sequence_length, args.loss_kernel)
         self.model.train()
         self.callback_handler.model = self.model
         self.callback_handler.optimizer = self.optimizer

@@ -12,13 +12,21 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
 from ..modeling.model import TinyLMForCausalLM
+from ..modeling.projected_loss import ChunkLoss
 from .allocator import keep_freed_memory
 from .arguments import LMTrainingArguments
 from .compiling import compile_training
 
 
-def wrapped_for_training(model: TinyLMForCausalLM, args: LMTrainingArguments, accelerator: Accelerator) -> nn.Module:
+def wrapped_for_training(
+    model: TinyLMForCausalLM,
+    args: LMTrainingArguments,
+    accelerator: Accelerator,
+    loss_of_chunk: ChunkLoss | None = None,
+) -> nn.Module:
     """The module whose forward and backward passes train `model`, on this process's device. Called once.
+
+    A `loss_of_chunk` of its own takes the place of torch's, compiled or not.
 
     DistributedDataParallel reduces straight into the gradients, which are views of its buckets.
     """
@@ -26,6 +34,8 @@ def wrapped_for_training(model: TinyLMForCausalLM, args: LMTrainingArguments, ac
         model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
     if args.torch_compile:
         compile_training(model, args.torch_compile_backend, args.torch_compile_mode)
+    if loss_of_chunk is not None:
+        model.loss_of_chunk = loss_of_chunk
     if args.device.type == "cpu":
         keep_freed_memory()
     bucket = {} if args.ddp_bucket_cap_mb is None else {"bucket_cap_mb": args.ddp_bucket_cap_mb}

@@ -142,3 +142,8 @@ def test_a_device_that_is_not_there_is_named() -> None:
     assert chosen_device("cpu") == "cpu"
     with pytest.raises(ConfigError, match="--device tpuu cannot be used here"):
         chosen_device("tpuu")
+
+
+def test_a_checkpoint_of_another_trainer_is_in_no_run_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 500, "epoch": 1.0}')
+    assert origin(tmp_path) == "not in the folder of a run"

@@ -192,6 +192,14 @@ def test_a_filter_takes_the_rows_with_an_allowed_value(byte_chat_tokenizer: Any,
         load_config(None, ["--conversations", "[{name: a, path: x, filter_column: kind}]"])
 
 
+def test_a_cache_that_cannot_be_written_is_named_with_what_moves_it(
+    chat_file: ChatFile, byte_chat_tokenizer: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").touch()
+    with pytest.raises(ConfigError, match=r"the cache .*taken.* cannot be written \(.*HF_DATASETS_CACHE=DIR"):
+        render_source(source(chat_file("chats.jsonl", [SHORT])), byte_chat_tokenizer, tmp_path / "taken")
+
+
 def test_a_rendering_is_kept_and_made_afresh_when_rows_change_or_the_cache_is_damaged(
     chat_file: ChatFile, byte_chat_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

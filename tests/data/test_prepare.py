@@ -337,3 +337,16 @@ def test_preparing_starts_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "hf_tinylm.data.workers" in done.stdout.split()
     assert not {"torch", "transformers", "datasets"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("budget", [{"tokens": 10**18}, {"epochs": 1e30}, {"weight": 1.0}])
+def test_a_pack_that_its_disk_cannot_hold_is_refused_at_once(
+    budget: dict[str, float], make_config: MakeConfig, texts: list[str], tmp_path: Path
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    vars(source).update(budget)
+    config = make_config(source)
+    config.data.pack_tokens = 10**18 if "weight" in budget else None
+    with pytest.raises(DataError, match=r"the pack of [\d,]+ ids needs [\d,]+ bytes more and .* has [\d,]+ free"):
+        prepare(config, progress=False)
+    assert not (tmp_path / "shards").exists()

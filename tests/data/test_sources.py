@@ -16,7 +16,7 @@ import pytest
 
 from hf_tinylm.config import load_config
 from hf_tinylm.data.chunks import Skipped
-from hf_tinylm.data.sources import read_documents, source_files
+from hf_tinylm.data.sources import read_chunks, read_documents, source_files
 from hf_tinylm.errors import ConfigError, DataError
 from hf_tinylm.sections import SourceSection
 
@@ -213,6 +213,25 @@ def test_a_name_that_is_neither_file_nor_dataset_is_an_error(tmp_path: Path) -> 
         read(tmp_path, format="datasets")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("policy", ["strict", "replace", "skip"])
+def test_utf16_is_no_text_with_zeros_under_any_policy(encoding: str, name: str, policy: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes("\ufeff".encode(encoding) + '{"text": "one"}\n{"text": "two"}\n'.encode(encoding))
+    with pytest.raises(DataError, match=rf"{re.escape(name)} is UTF-16 text; UTF-8 is needed. Convert it: iconv"):
+        read(tmp_path / name, utf8=policy)
+
+
+def test_the_bytes_read_of_a_source_add_up_over_its_files(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("a line\n" * 100)
+        (tmp_path / f"{number}.txt.gz").write_bytes(gzip.compress(b"a line\n" * 100))
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    chunks = list(read_chunks(SourceSection("s", str(tmp_path))))
+    assert len({chunk.read for chunk in chunks}) == len(chunks) == 6
+    assert chunks[-1].read == size
+
+
 def test_bundled_texts_are_found() -> None:
     first = next(read_documents(SourceSection("s", "bundled:kjv.txt.xz", splitter="paragraphs_4096"), Skipped()))
     assert len(first.text.encode()) >= 4096
@@ -223,7 +242,7 @@ def test_max_documents_counts_documents_with_text(tmp_path: Path) -> None:
     assert read(path, max_documents=2) == ["a", "b"]
 
 
-@pytest.mark.parametrize("splitter", ["paragraphs", "paragraphs_0", "sentences"])
+@pytest.mark.parametrize("splitter", ["paragraphs", "paragraphs_0", "sentences", "paragraphs_99999999999999999999"])
 def test_an_unknown_splitter_is_refused(splitter: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ConfigError, match=f"splitter '{splitter}' is unknown"):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_tinylm.cli import main
 from hf_tinylm.export import hf
-from hf_tinylm.export.hf import export_model
+from hf_tinylm.export.hf import add_gguf, export_model
 from hf_tinylm.modeling import factory
 
 MakeModel = Callable[..., Path]
@@ -199,3 +199,13 @@ def test_without_gguf_types_a_stock_folder_is_copied(make_model: MakeModel, tmp_
     done = export_model(str(folder), tmp_path / "out")
     assert done.lines() == []
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in folder.iterdir()}
+
+
+def test_the_name_of_a_run_leads_no_file_out_of_its_folder(make_model: MakeModel, tmp_path: Path) -> None:
+    folder, run = make_model(), tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    before = sorted(path for path in tmp_path.rglob("*") if run not in path.parents)
+    add_gguf(folder, run, "../sweep/first", ["q8_0"], verify=False)
+    assert sorted(path.name for path in run.iterdir()) == ["..-sweep-first-Q8_0.gguf", "Modelfile"]
+    assert sorted(path for path in tmp_path.rglob("*") if run not in path.parents) == before
+    assert "FROM ./..-sweep-first-Q8_0.gguf" in (run / "Modelfile").read_text()

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from hf_tinylm.config import load_config
-from hf_tinylm.errors import ConfigError
+from hf_tinylm.errors import ConfigError, DataError
 from hf_tinylm.export.hub import collect
+from hf_tinylm.files import sha256_of_file
 from hf_tinylm.modeling.factory import new_model
 from hf_tinylm.modeling.stock import save_stock_model
 from hf_tinylm.tokenization.load import load_tokenizer
@@ -167,3 +168,22 @@ def test_a_recipe_finds_out_before_its_first_update_and_publishes_after_its_last
     code, errors, found = pushed(hub, tmp_path / "run", "tester/trained")
     assert code == 0, errors
     assert {"model.safetensors", "README.md", "curves.png"} <= set(found["files"])
+
+
+def test_a_damaged_pack_or_model_is_never_published(run: Path, tiny_config: Path, tmp_path: Path) -> None:
+    pack = Path(shutil.copytree(str(load_config(str(tiny_config)).data.shards), tmp_path / "pack"))
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    weights = copy / "final" / "model.safetensors"
+    (copy / "DONE.json").write_text(json.dumps({"final_weights_sha256": {weights.name: sha256_of_file(weights)}}))
+    assert (collect(pack).kind, collect(copy).kind) == ("dataset", "model")
+    for file in (next((pack / "train").glob("*.arrow")), weights):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    with pytest.raises(DataError, match=r"train/data-00000-of-00001.arrow"):
+        collect(pack)
+    with pytest.raises(ConfigError, match=r"model.safetensors is not what the run recorded in DONE.json"):
+        collect(copy)
+    weights.unlink()
+    with pytest.raises(ConfigError, match=r"model.safetensors is not what the run recorded in DONE.json"):
+        collect(copy)

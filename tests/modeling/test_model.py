@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
-from hf_tinylm.modeling.factory import meta_model, new_model
+from hf_tinylm.errors import ConfigError
+from hf_tinylm.model_folder import find_model_folder
+from hf_tinylm.modeling.factory import load_model, meta_model, new_model
 from hf_tinylm.modeling.model import TinyLMRMSNorm
 from hf_tinylm.modeling.stock import stock_model
 from hf_tinylm.sections import ModelSection
@@ -237,3 +241,28 @@ def test_parameter_counts_of_the_published_shapes_on_the_meta_device(
     assert all(parameter.is_meta for parameter in model.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters == model.config.shape.parameters
     assert sum(p.numel() for p in model.parameters() if p.ndim >= 2) == decayed == model.config.shape.decayed_parameters
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "null", "{}", '{"model_type"', '{"model_type": "llama", "hidden_size": "x"}']
+)
+def test_a_damaged_configuration_is_an_error_that_names_the_file(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "config.json"))):
+        load_model(tmp_path)
+
+
+def test_a_run_given_as_a_model_is_told_which_of_its_folders_is_one(tmp_path: Path) -> None:
+    def meant() -> str:
+        with pytest.raises(ConfigError, match="is not a model folder") as caught:
+            find_model_folder(str(tmp_path))
+        return str(caught.value).rpartition(". ")[2]
+
+    assert meant() == "Give a run's final folder, a checkpoint, or a model's folder."
+    for name in ("checkpoint-00000100", "checkpoint-00000020", "final"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-00000100" / "config.json").touch()
+    (tmp_path / "checkpoint-00000020" / "config.json").touch()
+    assert meant() == f"Did you mean {tmp_path / 'checkpoint-00000100'}?"
+    (tmp_path / "final" / "config.json").touch()
+    assert meant() == f"Did you mean {tmp_path / 'final'}?"

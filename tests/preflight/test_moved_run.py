@@ -18,6 +18,7 @@ from hf_tinylm.cli import main
 from hf_tinylm.config import load_config
 from hf_tinylm.data.prepare import prepare
 from hf_tinylm.files import bundled, sha256_of_json
+from hf_tinylm.locks import FileLock
 from hf_tinylm.preflight import moved_run
 
 
@@ -232,3 +233,19 @@ def test_the_hash_of_an_identity_is_what_checkpoints_carry(copy: Path) -> None:
     state = json.loads((copy / "run" / "checkpoint-00000006" / "trainer_state.json").read_text())
     assert state["identity_sha256"] == sha256_of_json(run["identity"])
     assert (state["seed"], run["execution"]["device"]) == (42, torch.device("cpu").type)
+
+
+def test_an_archive_that_may_not_be_written_to_is_verified_and_left_as_it_is(
+    copy: Path, verify: Verify, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (copy / "run" / "events.jsonl").read_bytes()
+    writable = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != copy / "run" and writable(path, mode))
+    monkeypatch.setattr(FileLock, "acquire", lambda self: pytest.fail("a lock needs a file"))
+    assert verify(copy) == (0, {})
+    assert (copy / "run" / "events.jsonl").read_bytes() == before
+    flip(copy / "run" / "checkpoint-00000006" / "model.safetensors")
+    code, failed = verify(copy)
+    assert (code, "checkpoints" in failed) == (1, True)
+    assert main(["verify-run", str(copy / "run"), "--shards", str(copy / "shards")]) == 1
+    assert "may not be written to" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -163,3 +164,12 @@ def test_the_two_files_of_gpt2_are_a_tokenizer(names: tuple[str, str], tmp_path:
     merges.write_text(merges.read_text() + "xx yy\n")
     with pytest.raises(TokenizerError, match="'xx yy', which makes no token"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "[]", "null", '{"version": 1', '{"eos_token": 3, "added_tokens": 7}'])
+def test_a_damaged_tokenizer_is_an_error_that_names_its_folder(name: str, content: str, folder: Path) -> None:
+    (folder / name).write_text(content)
+    for load in (load_tokenizer, load_backend):
+        with pytest.raises(ConfigError, match=re.escape(str(folder))):
+            load(folder)

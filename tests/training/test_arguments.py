@@ -116,7 +116,7 @@ def test_every_training_key_of_a_configuration_reaches_the_arguments(tmp_path: P
         "optim": "muon", "embedding_lr_ratio": 9.0,
         "head_lr_ratio": 9.0, "gain_lr_ratio": 9.0, "muon_momentum": 0.5, "muon_momentum_warmup_steps": 9,
         "muon_ns_steps": 9, "lr_schedule": "wsd", "decay_fraction": 0.5, "decay_shape": "sqrt",
-        "noise_scale": "false", "peak_flops": 1e12, "batch_growth": "[[9, 999_999]]",
+        "noise_scale": "false", "peak_flops": 1e12, "loss_kernel": "torch", "batch_growth": "[[9, 999_999]]",
     }  # fmt: skip
     # for torch itself, for a GPU (both tested below), and read by the recipes and by the pages
     not_arguments = {"cpu_threads", "fp16", "precision", "preflight", "sample_steps", "sensor_seconds", "price_per_kwh"}
@@ -153,3 +153,16 @@ def test_the_arguments_decide_the_precision_whatever_a_launcher_or_an_earlier_ru
         args = LMTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=bf16)
         assert args.device.type == "cpu"  # sets up the state that an Accelerator shares
         assert Accelerator().mixed_precision == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("nosuch", r"report_to=nosuch is unknown. Give one of .*wandb"), ("wandb", "Run: pip install wandb")],
+)
+def test_a_tracker_that_is_not_there_is_refused_before_anything_is_built(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    with pytest.raises(ConfigError, match=told):
+        training_arguments(load_config(None, ["--output_dir", str(tmp_path / "run"), "--report_to", name]))
+    assert not (tmp_path / "run").exists()

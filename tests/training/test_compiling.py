@@ -91,7 +91,9 @@ def test_a_run_says_why_it_does_without_native_kernels(
     make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr("hf_tinylm.training.trainer.use_native_kernels", lambda model, length: "Loss is off.")
+    monkeypatch.setattr(
+        "hf_tinylm.training.trainer.use_native_kernels", lambda model, length, loss_kernel: "Loss is off."
+    )
     make_trainer(torch_compile=True, bf16=True, train_tokens=512, warmup_steps=0).train()
     assert "notice: Loss is off. The run goes on with torch's.\n" in capsys.readouterr().err
     trainer = make_trainer("plain", torch_compile=True, train_tokens=512, warmup_steps=0)  # float32

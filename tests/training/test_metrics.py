@@ -82,6 +82,10 @@ def test_an_event_has_a_time_a_name_and_a_step(tmp_path: Path) -> None:
 def test_the_peak_of_a_gpu_is_that_of_its_own_name() -> None:
     known = {"NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA L4": 121e12, "NVIDIA H100 PCIe": 756e12}
     known |= {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA GeForce RTX 4090": 165.2e12}
+    known |= {"NVIDIA L40": 181e12, "NVIDIA L40S": 362e12, "NVIDIA A10": 125e12, "NVIDIA A10G": 70e12}
+    known |= {"NVIDIA H100 NVL": 835e12, "NVIDIA A30": 165e12, "NVIDIA A40": 149.7e12}
     assert {name: peak_of(name) for name in known} == known
-    for other in ("NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA H100 NVL", "Tesla T4"):
+    others = ("NVIDIA RTX A1000", "NVIDIA H200 NVL", "Tesla T4", "Tesla V100-SXM2-16GB")
+    parts = ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A40-8Q")  # whose whole would make the share of the peak small
+    for other in (*others, *parts):
         assert peak_of(other) is None, other

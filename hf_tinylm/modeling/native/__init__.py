@@ -14,17 +14,21 @@ from .build import has_tiles, has_vectors, library
 TOLERANCE = 2.0**-7
 
 
-def use_native_kernels(model: TinyLMForCausalLM, sequence_length: int) -> str | None:
+def use_native_kernels(model: TinyLMForCausalLM, sequence_length: int, loss_kernel: str = "auto") -> str | None:
     """Have the training passes of `model`, in bfloat16, use the kernels that fit it and this processor.
+
+    Args:
+        loss_kernel: `torch` leaves the loss to torch.
 
     Returns:
         What is wrong on a processor that could use them, in one line; None when they are used, or have no place here.
     """
     if not has_vectors():
         return None
-    if (problem := loss_problem()) is not None:
-        return problem
-    model.loss_of_chunk = loss.native_chunk_loss
+    if loss_kernel != "torch":
+        if (problem := loss_problem()) is not None:
+            return problem
+        model.loss_of_chunk = loss.native_chunk_loss
     layers = [module for module in model.modules() if isinstance(module, TinyLMAttention)]
     sizes = {layer.head_dim for layer in layers}
     fits = sequence_length <= attention.LONGEST and bool(sizes) and not any(size % attention.CHANNELS for size in sizes)
