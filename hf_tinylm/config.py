@@ -357,6 +357,11 @@ def _check_eval_sets(config: RunConfig) -> None:
                 f"eval_sets has the name {name!r}{' twice' if _NAME.match(name) else ''}; each set needs one of its "
                 "own of letters, digits, - and _. Give another."
             )
+    if config.data.conversations and not config.data.test_conversations and config.training.eval_steps:
+        raise ConfigError(
+            f"eval_steps={config.training.eval_steps:,} validates on test_conversations, and there are none. Name "
+            "them, or leave eval_steps out: --eval_steps null."
+        )
     if names and config.data.conversations:
         raise ConfigError("eval_sets are packs beside a pack; a chat stage has test_conversations. Leave them out.")
 

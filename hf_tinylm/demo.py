@@ -265,9 +265,10 @@ def _user_turns(messages: list[dict[str, str]]) -> list[int]:
 
 def _replies(name: str, engine: Any, questions: dict[bool, list[Any]], prompts: list[Any]) -> dict[str, Any]:
     """Greedy replies of an engine: how many name the assistant and how many it ends, and one for people."""
+    from .tokenization.chat import Drawing
 
     def reply(messages: list[dict[str, str]]) -> tuple[str, bool]:
-        text, ended = engine.reply(engine.prompt_ids(messages), REPLY_TOKENS, 0.0, 1.0, 0)
+        text, ended = engine.reply(engine.prompt_ids(messages), Drawing.greedy(REPLY_TOKENS))
         return str(text), bool(ended)
 
     return {

@@ -12,11 +12,10 @@ Every key of the configuration can be given as --key value. Write the tokenizer 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from hf_tinylm.config import load_config
+from hf_tinylm.commands.options import recipe_config
 from hf_tinylm.errors import exit_with_error_line
 from hf_tinylm.planning import export_bytes
 from hf_tinylm.training.interrupt import INTERRUPT
@@ -24,12 +23,7 @@ from hf_tinylm.training.interrupt import INTERRUPT
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the recipe; the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--config", required=True, help="a YAML file, or the name of a bundled one such as demo")
-    known, overrides = parser.parse_known_args(arguments)
-    config = load_config(known.config, overrides)  # before the heavy imports: a typo is told at once
+    config = recipe_config(__doc__, arguments)  # before the heavy imports: a typo is told at once
 
     from hf_tinylm.data.pack import open_pack, special_ids
     from hf_tinylm.evaluation.prompts import SampleTexts, read_prompts
@@ -77,20 +71,21 @@ def main(arguments: list[str] | None = None) -> int:
         trainer.add_callback(SampleTexts(trainer, every, read_prompts(config.evaluation.sample_prompts)))
     if config.training.preflight:
         check_before_training(trainer, pack, config)
-    with watched(trainer, config.training):
-        trainer.train()
+    with trainer.record.held():  # the run's folder, until DONE.json is there
+        with watched(trainer, config.training):
+            trainer.train()
 
-    final = run / "final"
-    trainer.save_model(str(final))
-    if trainer.is_world_process_zero():
-        rows, sources = trainer.record.metrics.rows(), pack.shards.manifest["sources"]
-        write_card(final, name, CardFacts(run_summary(trainer), sources, rows, licence=config.export.licence))
-        exported = add_gguf(final, run, name, config.export.gguf, config.export.verify)
-        for line in exported.lines():
-            print(line)
-        write_done(trainer, final)
-        write_report(run)
-        push_run(run, destination)
+        final = run / "final"
+        trainer.save_model(str(final))
+        if trainer.is_world_process_zero():
+            rows, sources = trainer.record.metrics.rows(), pack.shards.manifest["sources"]
+            write_card(final, name, CardFacts(run_summary(trainer), sources, rows, licence=config.export.licence))
+            exported = add_gguf(final, run, name, config.export.gguf, config.export.verify)
+            for line in exported.lines():
+                print(line)
+            write_done(trainer, final)
+            write_report(run)
+            push_run(run, destination)
     trainer.accelerator.end_training()
     return 0
 

@@ -11,11 +11,10 @@ Every key of the configuration can be given as --key value. See what is learned:
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from hf_tinylm.config import load_config
+from hf_tinylm.commands.options import recipe_config
 from hf_tinylm.errors import exit_with_error_line
 from hf_tinylm.planning import export_bytes
 from hf_tinylm.training.interrupt import INTERRUPT
@@ -23,25 +22,20 @@ from hf_tinylm.training.interrupt import INTERRUPT
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the recipe; the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--config", required=True, help="a YAML file, or the name of a bundled one such as sft-demo")
-    known, overrides = parser.parse_known_args(arguments)
-    config = load_config(known.config, overrides)  # before the heavy imports: a typo is told at once
+    config = recipe_config(__doc__, arguments)  # before the heavy imports: a typo is told at once
 
     from hf_tinylm.data.conversations import open_conversations
     from hf_tinylm.data.pack import special_ids
     from hf_tinylm.evaluation.prompts import SampleTexts, read_prompts
     from hf_tinylm.export.card import CardFacts, write_card
-    from hf_tinylm.export.hf import add_gguf, check_engines, find_tokenizer
+    from hf_tinylm.export.hf import add_gguf, check_engines
     from hf_tinylm.export.hub import destination_of, push_run
     from hf_tinylm.model_folder import find_model_folder
     from hf_tinylm.modeling.factory import untrained_like
     from hf_tinylm.monitor.report import write_report
     from hf_tinylm.monitor.watch import watched
     from hf_tinylm.tokenization.chat import chat_tokenizer, end_ids
-    from hf_tinylm.tokenization.load import vocabulary_size
+    from hf_tinylm.tokenization.load import find_tokenizer, vocabulary_size
     from hf_tinylm.training.agreement import all_are_here, failure_told
     from hf_tinylm.training.arguments import training_arguments
     from hf_tinylm.training.clocks import process_start
@@ -76,21 +70,22 @@ def main(arguments: list[str] | None = None) -> int:
         trainer.add_callback(SampleTexts(trainer, every, read_prompts(config.evaluation.sample_prompts), chat=True))
     if trainer.is_world_process_zero():
         print("\n".join(chats.lines()), flush=True)
-    with watched(trainer, config.training):
-        trainer.train()
+    with trainer.record.held():  # the run's folder, until DONE.json is there
+        with watched(trainer, config.training):
+            trainer.train()
 
-    trainer.save_model(str(final := run / "final"))
-    if trainer.is_world_process_zero():
-        rows, sources = trainer.record.metrics.rows(), chats.train.conversations.facts
-        facts = {"tuned from": config.training.init_from, **run_summary(trainer)}
-        parent = None if Path(str(config.training.init_from)).exists() else config.training.init_from  # of the Hub
-        write_card(final, name, CardFacts(facts, sources, rows, True, config.export.licence, parent))
-        exported = add_gguf(final, run, name, config.export.gguf, config.export.verify)
-        for line in exported.lines():
-            print(line)
-        write_done(trainer, final)
-        write_report(run)
-        push_run(run, destination)
+        trainer.save_model(str(final := run / "final"))
+        if trainer.is_world_process_zero():
+            rows, sources = trainer.record.metrics.rows(), chats.train.conversations.facts
+            facts = {"tuned from": config.training.init_from, **run_summary(trainer)}
+            parent = None if Path(str(config.training.init_from)).exists() else config.training.init_from  # of the Hub
+            write_card(final, name, CardFacts(facts, sources, rows, True, config.export.licence, parent))
+            exported = add_gguf(final, run, name, config.export.gguf, config.export.verify)
+            for line in exported.lines():
+                print(line)
+            write_done(trainer, final)
+            write_report(run)
+            push_run(run, destination)
     trainer.accelerator.end_training()
     return 0
 

@@ -27,8 +27,10 @@ from hf_tinylm.config import load_config
 from hf_tinylm.data.prepare import prepare
 from hf_tinylm.data.tokenizer_corpus import train_from_config
 from hf_tinylm.files import bundled
+from hf_tinylm.modeling.factory import new_model
+from hf_tinylm.modeling.stock import save_stock_model
 from hf_tinylm.tokenization.chat import chat_tokenizer
-from hf_tinylm.tokenization.load import save_tokenizer
+from hf_tinylm.tokenization.load import load_tokenizer, save_tokenizer
 from hf_tinylm.tokenization.train import train_tokenizer
 
 
@@ -68,6 +70,41 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_from_config(load_config(str(path)), progress=False)
     prepare(load_config(str(path)), progress=False)
     return path
+
+
+@pytest.fixture(scope="session")
+def chat_base(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model of 512 tokens and random weights, as `final` folders are."""
+    folder = tmp_path_factory.mktemp("base") / "final"
+    config = load_config(str(tiny_config))
+    tokenizer = load_tokenizer(str(config.tokenizer.tokenizer_path))
+    model = new_model(config.model, 512, 128, seed=1, bos_token_id=None, eos_token_id=0, pad_token_id=3)
+    save_stock_model(model, folder, tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat_settings(chat_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat configuration on the first conversations of the persona set."""
+    folder = tmp_path_factory.mktemp("settings")
+    for split, rows in (("train", 40), ("test", 12)):
+        lines = bundled("recipes", "persona", f"{split}.jsonl").read_text(encoding="utf-8").splitlines()[:rows]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    values = {
+        "data": {
+            "sequence_length": 128,
+            "conversations": [{"name": "persona", "path": str(folder / "train.jsonl"), "licence": "none"}],
+            "test_conversations": [{"name": "persona", "path": str(folder / "test.jsonl")}],
+        },
+        "training": {
+            **{"init_from": str(chat_base), "global_batch_tokens": 1024, "per_device_train_batch_size": 2},
+            **{"learning_rate": 3e-3, "warmup_steps": 1, "eval_steps": 2, "save_steps": 2, "use_cpu": True},
+            **{"bf16": False, "cpu_threads": 1, "epochs": 2, "save_total_limit": None},
+        },
+        "export": {"gguf": ["f16"]},
+    }
+    (folder / "chat.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return folder / "chat.yaml"
 
 
 @pytest.fixture(scope="session")

@@ -241,8 +241,9 @@ def test_curves_count_the_tokens_and_flops_of_the_runs_own_rows(
     first, second = json.loads(capsys.readouterr().out)["curves"]
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     updates = [row for row in rows if "loss" in row]
-    per_token = sum(row["flops_per_second"] / row["tokens_per_second"] for row in updates) / len(updates)
-    assert first["flops"] == pytest.approx(per_token * updates[-1]["supervised_tokens"], rel=1e-3)
+    parameters, palm = 34_976, 12 * 2 * 32 * 32  # 12 x layers x width x T
+    assert first["flops"] == 6 * 256 * (6 * parameters + palm)  # the last update computes its masked tail as well
+    assert sum(row["flops_per_second"] * row["seconds"] for row in updates) == pytest.approx(first["flops"], rel=1e-3)
     assert first["validation"] == next(row["eval_loss"] for row in reversed(rows) if "eval_loss" in row)
     assert second["reached"]["tokens"] == second["reached"]["baseline_tokens"] == updates[-1]["supervised_tokens"]
 

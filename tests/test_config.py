@@ -383,6 +383,14 @@ def test_a_key_of_another_trainer_is_told_ours_and_not_one_of_similar_letters(ke
         load_config(None, [f"--{key}", "4"])
 
 
+def test_a_chat_run_that_evaluates_on_nothing_is_refused(tmp_path: Path) -> None:
+    source = "data: {conversations: [{name: a, path: a.jsonl}]}\n"
+    (tmp_path / "chat.yaml").write_text(source + "training: {eval_steps: 5}\n")
+    with pytest.raises(ConfigError, match=r"eval_steps=5 validates on test_conversations, and there are none"):
+        load_config(str(tmp_path / "chat.yaml"))
+    assert load_config(str(tmp_path / "chat.yaml"), ["--eval_steps", "null"]).training.eval_steps is None
+
+
 # --- bases
 
 

@@ -8,10 +8,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from runpy import run_path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from hf_tinylm.errors import ContractError
 from hf_tinylm.files import bundled
 
 PRETRAIN = str(bundled("recipes", "pretrain.py"))
@@ -115,6 +118,32 @@ def test_an_interrupted_run_is_resumed_by_the_recipe(tiny_config: Path, tmp_path
     assert {path.name.split("-")[0] for path in (tmp_path / "near").iterdir()} == {"shards", "resume"}
     finished = json.loads((tmp_path / "whole" / "DONE.json").read_text())
     assert (finished["updates"], finished["last_checkpoint"]) == (6, "checkpoint-00000006")
+
+
+def test_nobody_else_starts_in_the_folder_while_a_finished_run_is_exported(
+    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second start is made in the middle of the export, and once more when the export of the first has failed."""
+    from hf_tinylm.export import hf
+
+    recipe, add_gguf, told = run_path(PRETRAIN)["main"], hf.add_gguf, []
+    settings = ["--config", str(tiny_config), "--output_dir", str(tmp_path / "run"), "--resume_from_checkpoint", "auto"]
+
+    def interrupted(*arguments: Any) -> Any:
+        monkeypatch.setattr(hf, "add_gguf", add_gguf)
+        assert not (tmp_path / "run" / "DONE.json").exists()
+        with pytest.raises(ContractError, match=rf"is being written by process {os.getpid()} on"):
+            recipe(settings)
+        told.append("refused")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(hf, "add_gguf", interrupted)
+    with pytest.raises(OSError, match="the disk is full"):
+        recipe(settings)
+    assert told == ["refused"]
+    assert recipe(settings) == 0  # the failed one gave the folder back
+    assert (tmp_path / "run" / "DONE.json").is_file()
+    assert not (tmp_path / "run" / "run.lock").exists()
 
 
 @pytest.mark.parametrize(

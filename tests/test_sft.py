@@ -18,8 +18,7 @@ from hf_tinylm.cli import main as cli
 from hf_tinylm.config import load_config
 from hf_tinylm.export.gguf_tokenizer import read_tokenizer_section
 from hf_tinylm.files import bundled
-from hf_tinylm.modeling.factory import load_model, new_model
-from hf_tinylm.modeling.stock import save_stock_model
+from hf_tinylm.modeling.factory import load_model
 from hf_tinylm.tokenization.load import load_tokenizer
 from hf_tinylm.training.metrics import read_rows
 
@@ -32,45 +31,10 @@ THREE_TURNS = [
 
 
 @pytest.fixture(scope="module")
-def base(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model of 512 tokens and random weights, as `final` folders are."""
-    folder = tmp_path_factory.mktemp("base") / "final"
-    config = load_config(str(tiny_config))
-    tokenizer = load_tokenizer(str(config.tokenizer.tokenizer_path))
-    model = new_model(config.model, 512, 128, seed=1, bos_token_id=None, eos_token_id=0, pad_token_id=3)
-    save_stock_model(model, folder, tokenizer)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def settings(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A chat configuration on the first conversations of the persona set."""
-    folder = tmp_path_factory.mktemp("settings")
-    for split, rows in (("train", 40), ("test", 12)):
-        lines = bundled("recipes", "persona", f"{split}.jsonl").read_text(encoding="utf-8").splitlines()[:rows]
-        (folder / f"{split}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    values = {
-        "data": {
-            "sequence_length": 128,
-            "conversations": [{"name": "persona", "path": str(folder / "train.jsonl"), "licence": "none"}],
-            "test_conversations": [{"name": "persona", "path": str(folder / "test.jsonl")}],
-        },
-        "training": {
-            **{"init_from": str(base), "global_batch_tokens": 1024, "per_device_train_batch_size": 2},
-            **{"learning_rate": 3e-3, "warmup_steps": 1, "eval_steps": 2, "save_steps": 2, "use_cpu": True},
-            **{"bf16": False, "cpu_threads": 1, "epochs": 2, "save_total_limit": None},
-        },
-        "export": {"gguf": ["f16"]},
-    }
-    (folder / "chat.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    return folder / "chat.yaml"
-
-
-@pytest.fixture(scope="module")
-def run(settings: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(chat_settings: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run."""
     folder = tmp_path_factory.mktemp("run") / "chat"
-    done = launch([sys.executable, RECIPE, "--config", str(settings), "--output_dir", str(folder)])
+    done = launch([sys.executable, RECIPE, "--config", str(chat_settings), "--output_dir", str(folder)])
     assert done.returncode == 0, done.stderr
     assert " of 40 rows (1 passes)" in done.stdout
     return folder
@@ -130,11 +94,11 @@ def test_llamacpp_evaluates_the_ids_of_the_chat_template_for_three_turns(run: Pa
 
 
 def test_masks_are_shown_in_colour_or_between_brackets(
-    settings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    chat_settings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from hf_tinylm.data.inspect_chat import chat_inspection_lines
 
-    assert cli(["inspect", "--config", str(settings), "--json", "--windows", "2"]) == 0
+    assert cli(["inspect", "--config", str(chat_settings), "--json", "--windows", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["windows"]) == 2
     spans = found["windows"][0][0]["spans"]
@@ -146,13 +110,44 @@ def test_masks_are_shown_in_colour_or_between_brackets(
     assert f"\x1b[32m{supervised[0]}\x1b[0m" in coloured
     assert "\x1b[2J" not in coloured
     assert f"⟦{supervised[0]}⟧" in "\n".join(chat_inspection_lines(found, colour=False))
-    everything = yaml.safe_load(settings.read_text())
+    everything = yaml.safe_load(chat_settings.read_text())
     everything["data"]["assistant_only_loss"] = False
     (tmp_path / "everything.yaml").write_text(yaml.safe_dump(everything))
     assert cli(["inspect", "--config", str(tmp_path / "everything.yaml"), "--windows", "1"]) == 0
     assert "<|im_start|>⟦user\n" in capsys.readouterr().out
     for wrong in (["inspect"], ["inspect", "shards", "--config", "x"]):
         assert cli(wrong) == 2
+
+
+def test_a_second_start_is_refused_until_the_chat_model_is_exported(
+    chat_settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_tinylm.errors import ContractError
+    from hf_tinylm.export import hf
+
+    recipe, add_gguf, told = recipe_main(), hf.add_gguf, []
+    command = [
+        "--config",
+        str(chat_settings),
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--resume_from_checkpoint",
+        "auto",
+    ]
+    command += ["--gguf", "[]", "--epochs", "1", "--eval_steps", "null"]
+
+    def meanwhile(*arguments: Any) -> Any:
+        monkeypatch.setattr(hf, "add_gguf", add_gguf)
+        with pytest.raises(ContractError, match="is being written by process"):
+            recipe(command)
+        told.append("refused")
+        return add_gguf(*arguments)
+
+    monkeypatch.setattr(hf, "add_gguf", meanwhile)
+    assert recipe(command) == 0
+    assert told == ["refused"]
+    with pytest.raises(ContractError, match="finished run"):
+        recipe(command)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +162,11 @@ def test_masks_are_shown_in_colour_or_between_brackets(
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_code_2(
-    settings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+    chat_settings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
 ) -> None:
     from hf_tinylm.errors import exit_with_error_line
 
-    command = ["--config", str(settings), "--output_dir", str(tmp_path / "run"), *arguments]
+    command = ["--config", str(chat_settings), "--output_dir", str(tmp_path / "run"), *arguments]
     assert exit_with_error_line(lambda: recipe_main()(command)) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
@@ -187,7 +182,7 @@ def recipe_main() -> Callable[[list[str]], int]:
 
 
 def test_a_model_whose_tokenizer_has_no_control_tokens_is_refused(
-    settings: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    chat_settings: Path, chat_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -195,16 +190,16 @@ def test_a_model_whose_tokenizer_has_no_control_tokens_is_refused(
     from hf_tinylm.errors import exit_with_error_line
 
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, []))).save_pretrained(tmp_path / "bare")
-    command = ["--config", str(settings), "--output_dir", str(tmp_path / "run")]
+    command = ["--config", str(chat_settings), "--output_dir", str(tmp_path / "run")]
     assert exit_with_error_line(lambda: recipe_main()([*command, "--tokenizer_path", str(tmp_path / "bare")])) == 2
     assert "has no special token <|im_start|> and <|im_end|>" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_same_model_as_one(run: Path, settings: Path, tmp_path: Path) -> None:
+def test_two_processes_train_the_same_model_as_one(run: Path, chat_settings: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     two = tmp_path / "two"
-    done = launch([*torchrun, RECIPE, "--config", str(settings), "--output_dir", str(two), "--gguf", "[]"])
+    done = launch([*torchrun, RECIPE, "--config", str(chat_settings), "--output_dir", str(two), "--gguf", "[]"])
     assert done.returncode == 0, done.stderr[-3000:]
     for first, second in zip(read_rows(run / "metrics.jsonl"), read_rows(two / "metrics.jsonl"), strict=True):
         assert first.get("supervised_tokens") == second.get("supervised_tokens")
@@ -216,7 +211,7 @@ def test_two_processes_train_the_same_model_as_one(run: Path, settings: Path, tm
 
 @pytest.mark.slow
 def test_smoltalk_and_the_base_model_come_from_the_hub_by_name(
-    hub: Any, base: Path, settings: Path, tmp_path: Path
+    hub: Any, chat_base: Path, chat_settings: Path, tmp_path: Path
 ) -> None:
     import datasets
 
@@ -225,10 +220,10 @@ def test_smoltalk_and_the_base_model_come_from_the_hub_by_name(
     for split in ("train", "test"):
         datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / "data" / f"{split}-00000-of-00001.parquet"))
     hub.add("HuggingFaceTB/smol-smoltalk", tmp_path / "data")
-    hub.add("lab/base", *sorted(base.iterdir()), kind="models")
+    hub.add("lab/base", *sorted(chat_base.iterdir()), kind="models")
     sources = "[{name: smoltalk, path: HuggingFaceTB/smol-smoltalk, split: %s}]"
     done = hub.run(
-        *(RECIPE, "--config", str(settings), "--output_dir", str(tmp_path / "run"), "--init_from", "lab/base"),
+        *(RECIPE, "--config", str(chat_settings), "--output_dir", str(tmp_path / "run"), "--init_from", "lab/base"),
         *("--conversations", sources % "train", "--test_conversations", sources % "test", "--gguf", "[]"),
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -236,13 +231,15 @@ def test_smoltalk_and_the_base_model_come_from_the_hub_by_name(
     config = read(tmp_path / "run" / "run.json")["config"]
     assert (config["training"]["init_from"], read(tmp_path / "run" / "DONE.json")["updates"]) == ("lab/base", 2)
     assert "base_model: lab/base" in (tmp_path / "run" / "final" / "README.md").read_text()
-    refused = hub.run(RECIPE, "--config", str(settings), "--output_dir", str(tmp_path / "x"), "--init_from", "lab/none")
+    refused = hub.run(
+        RECIPE, "--config", str(chat_settings), "--output_dir", str(tmp_path / "x"), "--init_from", "lab/none"
+    )
     assert refused.returncode == 2
     assert "lab/none is neither a folder here nor a model that the Hub gave" in refused.stderr
 
 
 def test_the_first_update_has_the_loss_of_trls_trainer(
-    settings: Path, base: Path, tmp_path: Path, byte_chat_tokenizer: Any
+    chat_settings: Path, chat_base: Path, tmp_path: Path, byte_chat_tokenizer: Any
 ) -> None:
     """The same rows, rates and masks; TRL renders them by itself from the template with its generation markers."""
     trl = pytest.importorskip("trl", reason="the oracle is optional: pip install trl")
@@ -252,10 +249,10 @@ def test_the_first_update_has_the_loss_of_trls_trainer(
     from hf_tinylm.modeling.stock import stock_model
     from hf_tinylm.tokenization.chat import chat_tokenizer
 
-    tokenizer = chat_tokenizer(str(base))
-    config = load_config(str(settings), ["--packing", "false"])
+    tokenizer = chat_tokenizer(str(chat_base))
+    config = load_config(str(chat_settings), ["--packing", "false"])
     chats = open_conversations(config, tokenizer).train
-    model = load_model(base)
+    model = load_model(chat_base)
     batch = chats.batch(range(8))
     expected = model(**batch).loss.item()
     lines = Path(config.data.conversations[0].path).read_text(encoding="utf-8").splitlines()

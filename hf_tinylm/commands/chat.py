@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,12 @@ def chat_with_model(options: argparse.Namespace) -> None:
     with open_engine(options.model, options.device, options.tokenizer) as (engine, lines):
         from ..evaluation.chat import Conversation
         from ..evaluation.sampling import check_arguments
+        from ..tokenization.chat import Drawing
 
         check_arguments(options.max_new_tokens, options.temperature, options.top_p)
-        settings = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-        conversation = Conversation(engine, options.system, **settings)
-        sampling = ", ".join(f"{name} {value}" for name, value in settings.items())
+        drawing = Drawing(**{name: getattr(options, name) for name in Drawing.__dataclass_fields__})
+        conversation = Conversation(engine, options.system, drawing)
+        sampling = ", ".join(f"{name} {value}" for name, value in asdict(drawing).items())
         print(*lines, f"context {engine.context:,}, {sampling}", sep="\n", file=sys.stderr, flush=True)
         if options.prompt is None and sys.stdin.isatty():
             talk(conversation)

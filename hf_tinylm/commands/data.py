@@ -125,9 +125,9 @@ def _inspect_conversations(options: argparse.Namespace) -> None:
     length = [] if options.sequence_length is None else ["--sequence_length", str(options.sequence_length)]
     config = load_config(options.config, length)
     from ..data.inspect_chat import chat_inspection, chat_inspection_lines
-    from ..export.hf import find_tokenizer
     from ..model_folder import find_model_folder
     from ..tokenization.chat import chat_tokenizer
+    from ..tokenization.load import find_tokenizer
 
     path = options.tokenizer or config.tokenizer.tokenizer_path
     tokenizer = chat_tokenizer(path or find_tokenizer(find_model_folder(config.training.init_from)))

@@ -168,7 +168,7 @@ def _own_tokenizer(model: Path) -> str | None:
 
 def _engine(options: argparse.Namespace, model: Path) -> Any:
     from ..evaluation.engines import open_engine
-    from ..export.hf import find_tokenizer
+    from ..tokenization.load import find_tokenizer
 
     is_file = model.suffix == ".gguf"
     tokenizer = options.tokenizer or ("" if is_file else find_tokenizer(model))
@@ -215,9 +215,8 @@ def sample_text(options: argparse.Namespace) -> None:
     """Print prompts and their continuations: one alone as it is, several grouped by prompt."""
     from ..evaluation.prompts import read_prompts
     from ..evaluation.sampling import check_arguments, sample
-    from ..export.hf import find_tokenizer
     from ..modeling.factory import load_model
-    from ..tokenization.load import load_tokenizer
+    from ..tokenization.load import find_tokenizer, load_tokenizer
 
     if options.prompt is not None and options.prompts is not None:
         raise ConfigError("--prompt and --prompts were both given. Leave out one of them.")

@@ -44,6 +44,21 @@ def takes_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
 
 
+def recipe_config(description: str | None, arguments: Sequence[str] | None) -> RunConfig:
+    """The configuration on the command line of a recipe: --config NAME, and any key of it as --key value.
+
+    Args:
+        description: what `--help` prints.
+        arguments: None: those of this process.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    reads_config(parser)
+    known, overrides = parser.parse_known_args(arguments)
+    return load_config(known.config, overrides)
+
+
 def config_of(options: argparse.Namespace) -> RunConfig:
     """The configuration that a command names, with its overrides; it must have sources."""
     config = load_config(options.config, options.overrides)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import SECTION_OF_KEY, SECTIONS, load_config, parse_overrides
 from ..config_files import find_config
-from ..errors import ConfigError
+from ..errors import ConfigError, TinyLMError
 from ..files import write_text
 from ..planning.lines import plan_lines
 from ..planning.proposal import RULES, propose
@@ -97,9 +97,36 @@ def _register_plan(commands: Any) -> None:
 def plan_run(options: argparse.Namespace) -> int:
     """Print a plan; 1 when the run would be refused."""
     config, rules = _proposed(options) if options.size else (_configured(options), [])
-    plan = make_plan(config, _assumptions(options))
+    notices: list[str] = []
+    problems: list[str] = []
+    windows = _chat_windows(config, notices, problems)
+    plan = make_plan(config, _assumptions(options), windows)
+    plan["notices"] += notices
+    plan["problems"] += problems
     print_result(options, plan, lambda: [*rules, *plan_lines(plan)])
     return 1 if plan["problems"] else 0
+
+
+def _chat_windows(config: RunConfig, notices: list[str], problems: list[str]) -> Any:
+    """The windows of a chat run's conversations, rendered; None where something of them is not on this machine yet."""
+    data, base = config.data, Path(str(config.training.init_from)).expanduser()
+    if not data.conversations or not (base / "config.json").is_file():
+        return None
+    from ..data.conversations import open_conversations
+    from ..data.renderings import is_local
+    from ..tokenization.chat import chat_tokenizer
+    from ..tokenization.load import find_tokenizer
+
+    try:
+        away = [source.path for source in (*data.conversations, *data.test_conversations) if not is_local(source)]
+        if away:
+            notices.append(f"{', '.join(dict.fromkeys(away))} is no local file and is not counted; preflight does it")
+            return None
+        tokenizer = chat_tokenizer(config.tokenizer.tokenizer_path or find_tokenizer(base))
+        return open_conversations(config, tokenizer, progress=True).train
+    except TinyLMError as error:
+        problems.append(str(error))
+        return None
 
 
 def _configured(options: argparse.Namespace) -> RunConfig:

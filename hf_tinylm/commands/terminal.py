@@ -39,10 +39,9 @@ def open_engine(path: str, device: str, tokenizer_path: str | None) -> Iterator[
     import transformers
 
     from ..evaluation.chat import TransformersChat
-    from ..export.hf import find_tokenizer
     from ..model_folder import find_model_folder
     from ..modeling.factory import load_model
-    from ..tokenization.load import load_tokenizer
+    from ..tokenization.load import find_tokenizer, load_tokenizer
 
     folder = find_model_folder(path)
     model = load_model(folder)
@@ -142,7 +141,7 @@ def _command(conversation: Conversation, line: str) -> str:
         if not argument.strip().isdecimal():
             return f"/seed {argument!r} is no whole number."
         conversation.reseed(int(argument))
-        return f"The next reply is drawn from seed {conversation.seed}."
+        return f"The next reply is drawn from seed {conversation.drawing.seed}."
     return HELP if name == "/help" else f"{name} is not known.\n{HELP}"
 
 

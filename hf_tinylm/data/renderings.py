@@ -106,15 +106,28 @@ def _default_cache() -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE) / "hf_tinylm-conversations"
 
 
-def _open(source: ConversationSource) -> tuple[list[str], Iterator[tuple[str, Any]]]:
-    """What identifies the rows of a source, and (place, messages) of each."""
+def is_local(source: ConversationSource) -> bool:
+    """Whether a source is files on this machine, and not the name of a dataset.
+
+    Raises:
+        DataError: its files do not exist.
+    """
+    return bool(source_files(_as_files(source)))
+
+
+def _as_files(source: ConversationSource) -> SourceSection:
     path = source.path
     if path.startswith(BUNDLED_PREFIX):
         path = str(bundled("recipes", *path.removeprefix(BUNDLED_PREFIX).split("/")))
-    files = SourceSection(
+    return SourceSection(
         source.name, path, text_column=source.messages_column, split=source.split,
         language_column=source.filter_column, allowed_languages=source.allowed_values,
     )  # fmt: skip
+
+
+def _open(source: ConversationSource) -> tuple[list[str], Iterator[tuple[str, Any]]]:
+    """What identifies the rows of a source, and (place, messages) of each."""
+    files = _as_files(source)
     found = source_files(files)
     if not found:
         return _open_dataset(source)

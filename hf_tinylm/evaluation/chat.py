@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TextStreamer
 
 from ..errors import ConfigError
-from ..tokenization.chat import ChatRenderer, end_ids
+from ..tokenization.chat import ChatRenderer, Drawing, end_ids
 from .sampling import sample_ids
 
 Message = dict[str, str]
@@ -24,15 +24,7 @@ class ChatEngine(Protocol):
         """The ids of the conversation with the header of the reply; text of a message never yields a control token."""
         ...
 
-    def reply(
-        self,
-        ids: list[int],
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        seed: int,
-        emit: Callable[[str], None] | None = None,
-    ) -> tuple[str, bool]:
+    def reply(self, ids: list[int], drawing: Drawing, emit: Callable[[str], None] | None = None) -> tuple[str, bool]:
         """The reply to `ids`, given piece by piece to `emit` too, and whether the model ended it by itself."""
         ...
 
@@ -54,20 +46,10 @@ class TransformersChat:
         """As `ChatEngine` says."""
         return [int(token) for token in self._renderer.render(messages, add_generation_prompt=True).ids]
 
-    def reply(
-        self,
-        ids: list[int],
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        seed: int,
-        emit: Callable[[str], None] | None = None,
-    ) -> tuple[str, bool]:
+    def reply(self, ids: list[int], drawing: Drawing, emit: Callable[[str], None] | None = None) -> tuple[str, bool]:
         """As `ChatEngine` says."""
         streamer = None if emit is None else _Pieces(self.tokenizer, emit)
-        found = sample_ids(
-            self.model, self.tokenizer, ids, max_new_tokens, temperature, top_p, seed, self.end_ids, streamer
-        )
+        found = sample_ids(self.model, self.tokenizer, ids, **asdict(drawing), end_ids=self.end_ids, streamer=streamer)
         text = self.tokenizer.decode(found, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return str(text), bool(found) and found[-1] in self.end_ids
 
@@ -94,13 +76,10 @@ class Conversation:
 
     engine: ChatEngine
     system: str | None = None
-    max_new_tokens: int = 128
-    temperature: float = 0.7
-    top_p: float = 0.9
-    seed: int = 42
+    drawing: Drawing = field(default_factory=Drawing)
 
     def __post_init__(self) -> None:
-        self.reseed(self.seed)
+        self.reseed(self.drawing.seed)
         self.reset()
 
     def reset(self) -> None:
@@ -116,7 +95,7 @@ class Conversation:
         """
         if not 0 <= seed < 2**32 - 1:
             raise ConfigError(f"seed={seed} must be from 0 to {2**32 - 2:,}.")
-        self.seed, self._replies = seed, 0
+        self.drawing, self._replies = replace(self.drawing, seed=seed), 0
 
     def ask(
         self, text: str, emit: Callable[[str], None] | None = None, notice: Callable[[str], None] | None = None
@@ -135,15 +114,16 @@ class Conversation:
             notice(
                 f"the chat has outgrown the model's {self.engine.context:,} tokens: its {rounds} left out from here."
             )
-        room = min(self.max_new_tokens, self.engine.context - len(ids))
-        reply, _ = self.engine.reply(ids, room, self.temperature, self.top_p, self.seed + self._replies, emit)
+        room = min(self.drawing.max_new_tokens, self.engine.context - len(ids))
+        now = replace(self.drawing, max_new_tokens=room, seed=self.drawing.seed + self._replies)
+        reply, _ = self.engine.reply(ids, now, emit)
         self.rounds = [*self.rounds[dropped:], [asked, {"role": "assistant", "content": reply}]]
         self._replies += 1
         return reply
 
     def _fit(self, asked: Message) -> tuple[list[int], int]:
         """Ids of as many of the newest rounds as leave room for a reply, and how many older ones are left out."""
-        needed = min(self.max_new_tokens, self.engine.context // 2)
+        needed = min(self.drawing.max_new_tokens, self.engine.context // 2)
         system = [{"role": "system", "content": self.system}] if self.system else []
         for dropped in range(len(self.rounds) + 1):
             past = [message for messages in self.rounds[dropped:] for message in messages]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, ContractError
+from .harness import PREFIX
 
 RESAMPLES = 10_000
 _SAME_TEXT = "Score both on the same raw text in bits per byte: hf-tinylm eval --compare A B --text FILE"
@@ -32,12 +33,13 @@ def compare(
         difference (b - a), interval (95%), better ("a", "b" or None), sentence}}.
 
     Raises:
-        ContractError: other items, another rule, or a loss per token under different tokenizers.
+        ContractError: other items, another rule (of lm-eval: release, task version, few-shot examples), or a loss per
+            token under different tokenizers.
         ConfigError: a metric that they do not have, or fewer than two items.
     """
     (first, first_records), (second, second_records) = a, b
     same_ids = _check_comparable(first, second)
-    available = _metrics(first, first_records)
+    available = {name: of for name, of in _metrics(first, first_records).items() if name in _metrics(*b)}
     notice = None
     if "loss" in available and not same_ids:
         notice = (
@@ -46,6 +48,8 @@ def compare(
         del available["loss"]
         if metric == "loss":
             raise ContractError(f"{notice} Ask for it: --metric bits_per_byte.")
+    if not available:
+        raise ConfigError(f"No metric of {first['model']} on {first['suite']} is a mean over items: nothing compares.")
     if metric is not None and metric not in available:
         raise ConfigError(f"--metric {metric} cannot be compared here; {', '.join(available) or 'nothing'} can.")
     if len(first_records) < 2 or len(first_records) != len(second_records):
@@ -53,7 +57,7 @@ def compare(
     results = {}
     for name in [metric] if metric else available:
         columns_a, columns_b = available[name](first_records), available[name](second_records)
-        results[name] = _difference(name, columns_a, columns_b, seed)
+        results[name] = _difference(name, columns_a, columns_b, seed, _higher_is_better(first, name))
     return {
         **{"suite": first["suite"], "items": len(first_records), "a": first["model"], "b": second["model"]},
         **{"notice": notice, "resamples": RESAMPLES, "seed": seed, "results": results},
@@ -90,13 +94,26 @@ def _check_comparable(a: Report, b: Report) -> bool:
     if a.get("rule") != b.get("rule"):
         raise ContractError(
             f"The two were scored under different rules ({a.get('rule')} and {b.get('rule')}). Score both with the "
-            "same suite file, --window and --stride."
+            "same suite file, --window and --stride, or with the same release of lm-eval, task version and few-shot "
+            "examples."
         )
+    for report in (a, b):
+        if _of_harness(report) and "higher_is_better" not in report:
+            raise ContractError(
+                f"The report of {report['model']} on {report['suite']} does not say which task version and how many "
+                "few-shot examples it is of: an earlier version of hf-tinylm wrote it. Score that model again."
+            )
     return bool(a["ids_sha256"] == b["ids_sha256"])
+
+
+def _of_harness(report: Report) -> bool:
+    return str(report["suite"]).startswith(PREFIX)
 
 
 def _metrics(report: Report, records: Records) -> dict[str, Callable[[Records], Columns]]:
     """How each metric is made of the records."""
+    if _of_harness(report):
+        return {name: _columns_of(_value(name)) for name in report["results"] if _is_mean(report, records, name)}
     if records and "chosen" in records[0]:
         return {f"accuracy_{rule}": _columns_of(_is_right(rule)) for rule in records[0]["chosen"]}
     if records and "greedy" in records[0]:
@@ -109,6 +126,28 @@ def _metrics(report: Report, records: Records) -> dict[str, Callable[[Records], 
                 lambda record: record["nats"] / math.log(2), lambda record: record["bytes"]
             )
     return found
+
+
+def _is_mean(report: Report, records: Records, name: str) -> bool:
+    """Whether a metric of lm-eval is the mean of what its items have, and it says which way is better.
+
+    Perplexities, F1 over all items and the like are no such means; items cannot be drawn again for them.
+    """
+    values = [record.get(name) for record in records]
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    if not numbers or len(numbers) < len(values) or report["higher_is_better"].get(name) is None:
+        return False
+    return math.isclose(math.fsum(numbers) / len(numbers), report["results"][name]["value"], rel_tol=1e-6, abs_tol=1e-9)
+
+
+def _value(name: str) -> Callable[[dict[str, Any]], float]:
+    return lambda record: float(record[name])
+
+
+def _higher_is_better(report: Report, name: str) -> bool:
+    if _of_harness(report):
+        return bool(report["higher_is_better"][name])
+    return name.startswith(("accuracy", "exact_match"))
 
 
 def _is_right(rule: str) -> Callable[[dict[str, Any]], float]:
@@ -124,10 +163,9 @@ def _columns_of(
     return columns
 
 
-def _difference(name: str, a: Columns, b: Columns, seed: int) -> dict[str, Any]:
+def _difference(name: str, a: Columns, b: Columns, seed: int, higher_is_better: bool) -> dict[str, Any]:
     value_a, value_b = float(a[0].sum() / a[1].sum()), float(b[0].sum() / b[1].sum())
     low, high = paired_bootstrap(a, b, seed)
-    higher_is_better = name.startswith(("accuracy", "exact_match"))
     better = None
     if low > 0 or high < 0:
         better = "b" if (low > 0) is higher_is_better else "a"

@@ -35,7 +35,8 @@ def run_harness(
         limit: only the first items.
 
     Returns:
-        As `score_suite`, with lm-eval's own metric names; a record holds the metrics of an item.
+        As `score_suite`, with lm-eval's own metric names; a record holds the metrics of an item, and
+        `higher_is_better` says of each metric what lm-eval says (None: nothing).
 
     Raises:
         MissingExtraError: lm-eval is not installed.
@@ -56,7 +57,11 @@ def run_harness(
     return {
         "items": len(samples),
         "results": {key: _result(metrics, key, rule) for key in names},
-        "rule": {"task": task, "lm_eval": version},
+        "rule": {
+            **{"task": task, "lm_eval": version, "task_version": found["versions"].get(name)},
+            "few_shot": found["n-shot"].get(name),
+        },
+        "higher_is_better": {key: found["higher_is_better"].get(name, {}).get(key) for key in names},
         "items_sha256": sha256_of_json([sample["doc_hash"] for sample in samples]),
         "ids_sha256": None,
         "facts": {"model_sha256": weights_sha256(model), "precision": "float32", "batch_size": batch_size},

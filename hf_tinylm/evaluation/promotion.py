@@ -22,6 +22,7 @@ from ..errors import ConfigError, TokenizerError, VerificationError
 from ..files import replace_link
 from ..modeling.factory import load_model
 from ..sections import RunConfig
+from ..tokenization.chat import Drawing
 from ..tokenization.load import load_tokenizer, tokenizer_sha256
 from .chat import TransformersChat
 from .compare import Columns, paired_bootstrap
@@ -141,7 +142,7 @@ def score(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, held_out: 
     engine = TransformersChat(model, tokenizer)
 
     def reply(ids: list[int]) -> tuple[str, bool]:
-        return engine.reply(ids, rules.max_new_tokens, 0.0, 1.0, 0)
+        return engine.reply(ids, Drawing.greedy(rules.max_new_tokens))
 
     prompts = [ids for chats in held_out.conversations.values() for ids in _prompts(chats, engine.context)]
     ended = np.array([reply(ids)[1] for ids in prompts[:STOP_PROMPTS]])

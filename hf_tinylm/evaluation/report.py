@@ -55,6 +55,11 @@ def load_report(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         ConfigError: the file is no report, or its records are missing.
     """
     report = read_json(path)
+    if isinstance(report, dict) and {"results", "versions", "n-shot"} <= set(report):
+        raise ConfigError(
+            f"{path} was written by lm-eval itself, without the scores of items that a comparison draws from. Score "
+            "the model here: hf-tinylm eval MODEL --suite lm-eval:TASK."
+        )
     if not isinstance(report, dict) or not {"model", "suite", "results", "items_sha256"} <= set(report):
         raise ConfigError(f"{path} is no report of hf-tinylm eval. Give a SUITE.json from a folder eval.")
     items = path.with_name(f"{path.stem}.items.jsonl")

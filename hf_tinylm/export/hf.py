@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..contract import RUN_FILE
-from ..errors import ConfigError, MissingExtraError, VerificationError
-from ..files import atomic_folder, read_record, refuse_folder_in_use
+from ..errors import MissingExtraError, VerificationError
+from ..files import atomic_folder, refuse_folder_in_use
 from ..gguf_plan import GGUFPlan, GGUFType, needs_llamacpp
 from .gguf import GGUFSource
 from .modelfile import MODELFILE, lm_studio_path, write_modelfile
@@ -76,7 +75,7 @@ def plan_model(
         ConfigError: there is no such model.
         ExportError: it has no such form.
     """
-    from ..tokenization.load import load_tokenizer, write_tokenizer_files
+    from ..tokenization.load import find_tokenizer, load_tokenizer, write_tokenizer_files
 
     source = find_source(model)
     tokenizer = tokenizer_path or find_tokenizer(source.folder)
@@ -123,7 +122,7 @@ def export_model(
     """
     from ..modeling.factory import load_model
     from ..modeling.stock import save_stock_model
-    from ..tokenization.load import load_tokenizer
+    from ..tokenization.load import find_tokenizer, load_tokenizer
 
     refuse_folder_in_use(output_dir)
     check_engines(gguf, verify)
@@ -197,26 +196,6 @@ def check_engines(gguf: Sequence[GGUFType], verify: bool) -> None:
         raise MissingExtraError("xllamacpp", "gguf-verify", "verifying a GGUF file in llama.cpp")
     if any(needs_llamacpp(kind) for kind in gguf):
         check_quantizer()
-
-
-def find_tokenizer(source: Path) -> str:
-    """The tokenizer of a model folder: its own, or the one that the run of a checkpoint names.
-
-    Raises:
-        ConfigError: neither exists.
-    """
-    if (source / "tokenizer.json").is_file():
-        return str(source)
-    run = source.parent / RUN_FILE
-    if run.is_file():
-        config = read_record(run).get("config") or {}
-        path = (config.get("tokenizer") or {}).get("tokenizer_path")
-        if path:
-            return str(path)
-    raise ConfigError(
-        f"{source} has no tokenizer.json and no run.json beside it names one. Give it: --tokenizer DIR (in a recipe: "
-        "--tokenizer_path DIR)."
-    )
 
 
 def _file_name(name: str, kind: GGUFType) -> str:

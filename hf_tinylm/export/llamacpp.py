@@ -24,11 +24,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from ..errors import ConfigError, MissingExtraError, VerificationError
+
+if TYPE_CHECKING:
+    from ..tokenization.chat import Drawing
 
 _SEPARATOR = -1  # passed through by /tokenize between two texts; no token has this id
 _SMALL_FILE_BYTES = 200_000_000
@@ -214,15 +217,14 @@ class LlamaCppServer:
         )
         return Continuation([int(token) for token in answer["tokens"]], ended=answer["stop_type"] == "eos")
 
-    def stream(
-        self, prompt_ids: list[int], tokens: int, temperature: float, top_p: float, seed: int
-    ) -> Iterator[dict[str, Any]]:
-        """The server's events while it draws at most `tokens` ids: `content`, `tokens`, and `stop_type` in the last.
+    def stream(self, prompt_ids: list[int], drawing: Drawing) -> Iterator[dict[str, Any]]:
+        """The server's events while it draws ids: `content`, `tokens`, and `stop_type` in the last.
 
         What the prompt shares with that of the call before is not computed again.
         """
-        sampling = {"temperature": temperature, "top_p": top_p, "seed": seed, "samplers": ["top_p", "temperature"]}
-        body = {**_NEUTRAL_SAMPLING, **sampling, "cache_prompt": True, "prompt": prompt_ids, "n_predict": tokens}
+        sampling: dict[str, Any] = {"temperature": drawing.temperature, "top_p": drawing.top_p, "seed": drawing.seed}
+        body = {**_NEUTRAL_SAMPLING, **sampling, "samplers": ["top_p", "temperature"], "cache_prompt": True}
+        body |= {"prompt": prompt_ids, "n_predict": drawing.max_new_tokens}
         request = self._json_request("/completion", {**body, "stream": True, "return_tokens": True})
         with self._open(request) as answer:
             for line in answer:

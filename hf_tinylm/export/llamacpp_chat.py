@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import ConfigError
+from ..tokenization.chat import Drawing
 from .facts import GGUFFacts, read_facts
 from .llamacpp import LlamaCppServer
 
@@ -62,18 +63,10 @@ class LlamaCppChat:
         control = self._server.tokenize(parts[1::2], parse_special=True)
         return [*texts[0], *(token for pair in zip(control, texts[1:], strict=True) for ids in pair for token in ids)]
 
-    def reply(
-        self,
-        ids: list[int],
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        seed: int,
-        emit: Callable[[str], None] | None = None,
-    ) -> tuple[str, bool]:
+    def reply(self, ids: list[int], drawing: Drawing, emit: Callable[[str], None] | None = None) -> tuple[str, bool]:
         """The reply to `ids`, given piece by piece to `emit` too, and whether the model ended it by itself."""
         text, stop = "", ""
-        for event in self._server.stream(ids, max_new_tokens, temperature, top_p, seed):
+        for event in self._server.stream(ids, drawing):
             text += event["content"]
             stop = event.get("stop_type", stop)
             if emit is not None and event["content"]:

@@ -30,12 +30,12 @@ class Claims:
     price_per_hour: float | None = None
 
 
-def training_hours(claims: Claims, tokens: int, flops_per_token: int) -> float | None:
+def training_hours(claims: Claims, tokens: int, flops_per_token: float) -> float | None:
     """The hours of training that every claim gives alike; None when there is no claim.
 
     Args:
         tokens: supervised targets of the run.
-        flops_per_token: with attention, PaLM's count, which `mfu` and `flops_per_second` use.
+        flops_per_token: with attention, PaLM's count, which `mfu` and `flops_per_second` use; for each target.
 
     Raises:
         ConfigError: two claims differ by more than one per cent; every sum is shown.
@@ -50,7 +50,7 @@ def training_hours(claims: Claims, tokens: int, flops_per_token: int) -> float |
     return hours[0]
 
 
-def _sums(claims: Claims, tokens: int, flops_per_token: int) -> list[tuple[float, str]]:
+def _sums(claims: Claims, tokens: int, flops_per_token: float) -> list[tuple[float, str]]:
     """(hours, how they come about) of each claim, the most direct first."""
     flops = tokens * flops_per_token
     sums = []

@@ -43,29 +43,35 @@ def _model_lines(plan: dict[str, Any]) -> list[str]:
 
 def _budget_lines(plan: dict[str, Any]) -> list[str]:
     if plan["train_tokens"] is None:
-        return ["budget        an epoch of a pack or of conversations that are not prepared yet: give --tokens 1B"]
+        return ["budget        an epoch of a pack or of conversations that are not there yet: give --tokens 1B"]
     epochs = ""
     if plan["epochs"] is not None:
-        known = "the pack" if plan["available_tokens_from"] == "manifest" else "the sources' budgets"
+        known = {"manifest": "the pack", "conversations": "the conversations"}.get(
+            plan["available_tokens_from"], "the sources' budgets"
+        )
         epochs = f", {plan['epochs']:.3f} epochs of the {plan['available_tokens']:,} in {known}"
     steps = plan["gradient_accumulation_steps"]
     each = f"each on {plan['num_processes']:,} process{'es' if plan['num_processes'] > 1 else ''}"
     accumulation = "" if steps is None else f", {steps:,} micro-batch{'es' if steps > 1 else ''} {each}"
+    masked = plan["positions"] > plan["train_tokens"]
+    unit = "positions" if masked else "tokens"  # of windows and batches
     usual = (plan["optim"], plan["lr_schedule"]) == ("adamw", "cosine")
     grown = [
-        f"              from update {stage['from_update']:,} on of {stage['global_batch_tokens']:,} tokens: "
+        f"              from update {stage['from_update']:,} on of {stage['global_batch_tokens']:,} {unit}: "
         f"{stage['updates']:,} updates, {stage['gradient_accumulation_steps'] or 'no whole'} micro-batches each"
         for stage in plan["stages"][1:]
     ]
     size_of_last = plan["stages"][-1]["global_batch_tokens"]
     partial = plan["last_update_tokens"] < size_of_last
-    last = f"{plan['last_update_tokens']:,} tokens, its tail masked" if partial else "full"
+    last = f"{plan['last_update_tokens']:,} {unit}, its tail masked" if partial else "full"
     stable = "" if plan["stable_updates"] is None else f": stable for {plan['stable_updates']:,} updates, then down"
+    share = plan["train_tokens"] / plan["positions"]
     return [
         f"budget        {plan['train_tokens']:,} tokens{epochs}",
+        *([f"              in {plan['positions']:,} positions: {share:.1%} of them are learned"] if masked else []),
         f"              {plan['tokens_per_parameter']:.2f} per parameter; 20 (a fit of one regime, no law) would be "
         f"{plan['reference_tokens']:,}",
-        f"updates       {plan['updates']:,} of {plan['global_batch_tokens']:,} tokens{accumulation}",
+        f"updates       {plan['updates']:,} of {plan['global_batch_tokens']:,} {unit}{accumulation}",
         *grown,
         f"              the last one {last}",
         *([] if usual else [f"rate          {plan['optim']}, {plan['lr_schedule']}{stable}"]),

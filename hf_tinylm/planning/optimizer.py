@@ -30,7 +30,7 @@ def optimizer_flops(shape: ModelShape, optim: Optim = "adamw", ns_steps: int = 5
 
 @dataclass(frozen=True)
 class RunFlops:
-    """FLOPs of training: of a token, attention included, and of an update's optimizer."""
+    """FLOPs of training: of a position, attention included, whether it has a target or not; and of an optimizer."""
 
     per_token: int
     per_update: int = 0
@@ -40,9 +40,9 @@ class RunFlops:
         """Those of a model of that shape on windows of `sequence_length` tokens."""
         return cls(shape.flops_per_token_with_attention(sequence_length), optimizer_flops(shape, optim, ns_steps))
 
-    def __call__(self, updates: int, tokens: int) -> int:
-        """FLOPs of that many updates over that many tokens."""
-        return updates * self.per_update + tokens * self.per_token
+    def __call__(self, updates: int, positions: int) -> int:
+        """FLOPs of that many updates over that many positions."""
+        return updates * self.per_update + positions * self.per_token
 
 
 def moment_bytes(shape: ModelShape, optim: Optim = "adamw") -> int:

@@ -15,7 +15,8 @@ from .disk import targets_of
 class PackFacts:
     """What is known of a pack. `ids` are those of all splits; `targets` those of one training epoch.
 
-    `origin` says how it is known: `manifest` of a written pack, `sources` that name their budgets, or None: nothing is.
+    `origin` says how it is known: `manifest` of a written pack, `sources` that name their budgets, `conversations` that
+    were rendered, or None: nothing is.
     """
 
     ids: int | None = None

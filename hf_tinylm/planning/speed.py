@@ -61,8 +61,9 @@ def speed(
         if updates is None
         else flops.per_update * updates.updates // updates.full_tokens
     )
+    tokens, share = (0, 1.0) if updates is None else (updates.supervised_tokens, updates.positions_per_token)
     claims, origin, peak = _claims(config, asked, shape, notices)
-    hours = None if updates is None else training_hours(claims, updates.train_tokens, flops_per_token)
+    hours = None if updates is None else training_hours(claims, tokens, share * flops_per_token)
     price = claims.price_per_hour
     if price is None and hours is not None and asked.cost is not None:
         price = asked.cost / hours
@@ -76,21 +77,20 @@ def speed(
     }
     if updates is None or hours is None:
         return found
-    rate = updates.train_tokens / hours / 3600
-    time = _timeline(shape, config, updates, asked, hours, rate)
-    each, sessions = (None, None) if asked.session_hours is None else time.sessions(
-        asked.session_hours, updates.train_tokens
-    )  # fmt: skip
+    rate = tokens / hours / 3600
+    computed = rate * share  # positions a second
+    time = _timeline(shape, config, updates, asked, hours, computed)
+    each, sessions = (None, None) if asked.session_hours is None else time.sessions(asked.session_hours, tokens)
     return found | {
         "tokens_per_second": rate,
-        "flops_per_second": rate * flops_per_token,
-        "flops_per_second_without_attention": rate * shape.flops_per_token(),
-        "flops_per_second_causal": rate * shape.flops_per_token_causal(length),
-        "mfu": None if peak is None else rate * flops_per_token / peak,
+        "flops_per_second": computed * flops_per_token,
+        "flops_per_second_without_attention": computed * shape.flops_per_token(),
+        "flops_per_second_causal": computed * shape.flops_per_token_causal(length),
+        "mfu": None if peak is None else computed * flops_per_token / peak,
         "hours": hours,
         "hours_without_attention": hours * shape.flops_per_token() / flops_per_token,
         "cost": None if price is None else hours * price,
-        **_end_to_end(time, updates.train_tokens, price, asked.watts),
+        **_end_to_end(time, tokens, price, asked.watts),
         "tokens_per_session": each,
         "sessions": sessions,
     }

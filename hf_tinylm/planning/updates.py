@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -48,6 +48,11 @@ class UpdatePlan:
     def supervised_tokens(self) -> int:
         """Targets of the whole run."""
         return self.train_tokens - self.masked_tokens
+
+    @property
+    def positions_per_token(self) -> float:
+        """Positions of the run for each target: 1 where every position has one."""
+        return self.train_tokens / self.supervised_tokens
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -102,7 +107,11 @@ class UpdatePlan:
 
     def windows_before(self, update: int) -> int:
         """Windows of all updates before the zero-based update: the number of its first one."""
-        return self._tokens_taken(update) // self.sequence_length
+        return self.positions_before(update) // self.sequence_length
+
+    def positions_before(self, update: int) -> int:
+        """Positions that all updates before the zero-based update compute, those without a target too."""
+        return self._tokens_taken(update)
 
     def tokens_of_update(self, update: int) -> int:
         """Targets of the zero-based update."""
@@ -170,6 +179,35 @@ def _check_batch(key: str, batch: int, legal: Sequence[int], shares: tuple[int, 
             f"({rows} rows x {length} tokens x {processes} processes). "
             f"Use {' or '.join(f'{size:,}' for size in legal)}, or change per_device_train_batch_size."
         )
+
+
+def positions_of_budget(training: Any, windows: Any) -> int:
+    """Positions that the budget of `training` takes: those of `epochs` rounds, or up to the last target of a number.
+
+    Args:
+        training: with `train_tokens` and `epochs`.
+        windows: with `len()`, `sequence_length` and, where not every position is a target, `positions_of(targets)`.
+    """
+    if training.train_tokens == "epoch":
+        return round(training.epochs * (len(windows) * int(windows.sequence_length)))
+    return int(getattr(windows, "positions_of", int)(int(training.train_tokens)))
+
+
+def plan_of_windows(training: Any, windows: Any, world_size: int) -> UpdatePlan:
+    """Updates, windows and micro-batches of a run with these settings on these windows.
+
+    Windows of conversations say how many positions a budget of targets takes (`positions_of`, `targets_of`); in all
+    others each position is a target.
+
+    Raises:
+        ConfigError: as `plan_updates`.
+    """
+    budget = positions_of_budget(training, windows)
+    positions_of = getattr(windows, "positions_of", int)
+    growth = [(positions_of(point), batch) for point, batch in training.batch_growth]
+    rows, batch = training.per_device_train_batch_size, training.global_batch_tokens
+    plan = plan_updates(budget, batch, int(windows.sequence_length), rows, world_size, growth)
+    return replace(plan, masked_tokens=budget - getattr(windows, "targets_of", int)(budget))
 
 
 def recorded_plan(training: Mapping[str, Any]) -> UpdatePlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,31 @@ from .optimizer import checkpoint_bytes, optimizer_flops
 from .pack_facts import PackFacts, pack_facts
 from .shape import ModelShape, export_bytes, uniform_loss
 from .speed import Assumptions, named_device, speed
-from .updates import UpdatePlan, plan_updates, recorded_plan, stable_updates
+from .updates import (
+    UpdatePlan,
+    plan_of_windows,
+    plan_updates,
+    positions_of_budget,
+    recorded_plan,
+    stable_updates,
+)
 
 TOKENS_PER_PARAMETER = 20  # a fit of one regime, arXiv 2203.15556: a line to compare with, no law
 
 
-def make_plan(config: RunConfig, asked: Assumptions) -> dict[str, Any]:
+def make_plan(config: RunConfig, asked: Assumptions, windows: Any = None) -> dict[str, Any]:
     """The whole plan as plain JSON values; what cannot be known is None, what a run would refuse is in `problems`.
+
+    Args:
+        windows: of a chat run's conversations (`updates.plan_of_windows`), which say how many positions its budget
+            takes; without them only a budget in tokens is planned, as if every position had a target.
 
     Raises:
         ConfigError: inputs about speed, time and money disagree, or an unknown device or run folder.
     """
     problems: list[str] = []
     notices: list[str] = []
-    pack = _pack(config, problems)
+    pack = _pack(config, problems) if windows is None else _of_conversations(windows)
     vocab_size = pack.vocab_size or config.tokenizer.vocab_size
     if vocab_size != config.tokenizer.vocab_size:
         notices.append(
@@ -38,7 +50,7 @@ def make_plan(config: RunConfig, asked: Assumptions) -> dict[str, Any]:
             f"{config.tokenizer.vocab_size:,}: the model takes the pack's"
         )
     shape = _shape(config, vocab_size, notices)
-    updates = _updates(config, asked, pack, problems)
+    updates = _updates(config, asked, pack, problems, windows)
     times = speed(shape, config, updates, asked, notices)
     rate = times["flops_per_second_without_attention"]
     return {
@@ -76,23 +88,36 @@ def _pack(config: RunConfig, problems: list[str]) -> PackFacts:
         return PackFacts()
 
 
-def _updates(config: RunConfig, asked: Assumptions, pack: PackFacts, problems: list[str]) -> UpdatePlan | None:
-    """How the budget is cut; None when it is an epoch of a pack that is not there."""
+def _of_conversations(windows: Any) -> PackFacts:
+    return PackFacts(targets=windows.targets_of(len(windows) * windows.sequence_length), origin="conversations")
+
+
+def _updates(
+    config: RunConfig, asked: Assumptions, pack: PackFacts, problems: list[str], windows: Any
+) -> UpdatePlan | None:
+    """How the budget is cut; None when it is an epoch of a pack or of conversations that are not there."""
     training, length = config.training, config.data.sequence_length
     budget = asked.tokens or training.train_tokens
+    wanted = replace(training, train_tokens=budget)
+    if windows is not None:
+        budget = positions_of_budget(wanted, windows)
     if budget == "epoch":
         if pack.origin != "manifest":
             return None
         budget = round(training.epochs * (pack.targets or 0))
     rows, batch = training.per_device_train_batch_size, training.global_batch_tokens
     try:
-        plan = plan_updates(int(budget), batch, length, rows, asked.num_processes, training.batch_growth)
+        if windows is None:
+            plan = plan_updates(int(budget), batch, length, rows, asked.num_processes, training.batch_growth)
+        else:
+            plan = plan_of_windows(wanted, windows, asked.num_processes)
     except ConfigError as error:
         problems.append(str(error))
         if not budget:
             return None
         growth = tuple((point, size) for point, size in training.batch_growth)
-        plan = UpdatePlan(int(budget), batch, length, rows, asked.num_processes, batch_growth=growth)
+        masked = 0 if windows is None else int(budget) - windows.targets_of(int(budget))
+        plan = UpdatePlan(int(budget), batch, length, rows, asked.num_processes, masked, growth)
     if training.warmup_steps >= plan.updates:
         problems.append(
             f"warmup_steps={training.warmup_steps:,} leaves no update of this run's {plan.updates:,}. "
@@ -136,6 +161,7 @@ def _budget(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pa
     reference = TOKENS_PER_PARAMETER * shape.parameters
     found: dict[str, Any] = {
         "train_tokens": None,
+        "positions": None,
         "global_batch_tokens": batch,
         "updates": None,
         "last_update_tokens": None,
@@ -160,22 +186,23 @@ def _budget(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pa
     }
     if updates is None:
         return found
-    tokens = updates.train_tokens
+    tokens, positions = updates.supervised_tokens, updates.train_tokens
     if training.lr_schedule == "wsd":
         found["stable_updates"] = stable_updates(updates.updates, training.decay_fraction)
     micro = updates.per_device_train_batch_size * length * updates.world_size
     return found | {
         "train_tokens": tokens,
+        "positions": positions,
         "updates": updates.updates,
         "last_update_tokens": updates.last_update_tokens,
-        "full_updates": updates.updates - (tokens < updates.full_tokens),
+        "full_updates": updates.updates - (positions < updates.full_tokens),
         "tokens_of_full_updates": updates.full_tokens,
         "gradient_accumulation_steps": None if batch % micro else updates.accumulation_of(0),
         "stages": [_stage(updates, number, micro) for number in range(len(updates.stages))],
         "tokens_per_parameter": tokens / shape.parameters,
-        "total_flops": tokens * shape.flops_per_token(),
-        "total_flops_with_attention": tokens * shape.flops_per_token_with_attention(length),
-        "total_flops_causal": tokens * shape.flops_per_token_causal(length),
+        "total_flops": positions * shape.flops_per_token(),
+        "total_flops_with_attention": positions * shape.flops_per_token_with_attention(length),
+        "total_flops_causal": positions * shape.flops_per_token_causal(length),
         "optimizer_flops": updates.updates * found["optimizer_flops_per_update"],
         "epochs": tokens / pack.targets if pack.targets else None,
     }
@@ -207,7 +234,7 @@ def _disk(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, pack
     checkpoint = checkpoint_bytes(shape, training.optim)
     rotation = None if kept is None else (kept + 1) * checkpoint
     ids, origin = pack.ids, pack.origin
-    if ids is None and updates is not None:  # as many as one epoch of the budget needs
+    if ids is None and updates is not None and not config.data.conversations:  # as many as an epoch needs
         ids, origin = math.ceil(updates.train_tokens / (1 - config.data.validation_fraction)), "one epoch of the budget"
     return {
         "checkpoint_bytes": checkpoint,
@@ -243,7 +270,7 @@ def _memory(shape: ModelShape, config: RunConfig, updates: UpdatePlan | None, as
                 bf16=_half(training, place == "cpu"),
                 checkpointing=checkpointing,
                 eager_attention=config.model.attn_implementation == "eager",
-                document_attention=config.data.document_attention,
+                document_attention=config.data.document_attention or bool(config.data.conversations),
                 on_cpu=place == "cpu",
                 compiled=place == "cpu" and compiled,
                 optim=training.optim,

@@ -42,7 +42,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Check:
-    """A check that was run: `ok` is None when it was not, because one that it needs has failed."""
+    """A check that was run: `ok` is None when it was not, since one that it needs has failed or it does not apply."""
 
     name: str
     ok: bool | None
@@ -89,6 +89,11 @@ def run_rules(
 def not_run(rules: Iterable[Rule], failed: str) -> list[Check]:
     """The checks of `rules` when `failed` leaves nothing to run them on."""
     return [_not_run(each, failed) for each in rules]
+
+
+def none_failed(checks: Iterable[Check]) -> bool:
+    """Whether every check that was run has passed."""
+    return not any(check.ok is False for check in checks)
 
 
 def _not_run(each: Rule, failed: str) -> Check:

@@ -23,14 +23,15 @@ FINGERPRINT_IDS = 16
 
 @rule(
     "ids",
-    "the shards were written with a larger vocabulary than the model has, or read with the wrong width",
+    "the data was written with a larger vocabulary than the model has, or read with the wrong width",
     on_resume=True,
 )
 def ids(subject: Subject) -> Finding:
     """Every id that the first batches and the first validation windows hold is a token of the model."""
     tokens = subject.model_config.num_tokens
-    validation = subject.pack.validation
-    batches = [*subject.batches(BATCHES), validation.batch(range(min(BATCHES, len(validation))))]
+    validation = subject.trainer.eval_dataset
+    scored = [] if validation is None else [validation.batch(range(min(BATCHES, len(validation))))]
+    batches = [*subject.batches(BATCHES), *scored]
     held = torch.cat([batch[name].flatten() for batch in batches for name in ("input_ids", "shift_labels")])
     held = held[held != IGNORE_INDEX]
     low, high = int(held.min()), int(held.max())

@@ -49,7 +49,7 @@ def memory(subject: Subject) -> Finding:
         bf16=bool(args.bf16 or args.fp16),
         checkpointing=config.training.gradient_checkpointing,
         eager_attention=config.model.attn_implementation == "eager",
-        document_attention=config.data.document_attention,
+        document_attention=config.data.document_attention or bool(config.data.conversations),
         on_cpu=on_cpu,
         compiled=bool(args.torch_compile),
         optim=config.training.optim,
@@ -83,10 +83,13 @@ def throughput(subject: Subject) -> Finding:
             update.run([batch], 0.0)
         synchronise(subject.device)
         seconds = time.monotonic() - began
-    rate = batch["input_ids"].numel() * subject.trainer.accelerator.num_processes / seconds
-    hours = plan.train_tokens / rate / 3600
+    positions = batch["input_ids"].numel() * subject.trainer.accelerator.num_processes
+    rate = positions / seconds * plan.supervised_tokens / plan.train_tokens
+    hours = plan.supervised_tokens / rate / 3600
     subject.trainer.expected_tokens_per_second = rate  # kept in run.json: the report compares it with what came
-    return Finding(True, f"about {rate:,.0f} tokens/s, {hours:.2f} hours for {plan.train_tokens:,} tokens", "it runs")
+    value = f"about {rate:,.0f} tokens/s, {hours:.2f} hours for {plan.supervised_tokens:,} tokens"
+    computed = f" in {plan.train_tokens:,} positions" if plan.masked_tokens else ""
+    return Finding(True, f"{value}{computed} and {plan.updates:,} updates", "it runs")
 
 
 @rule("signals", "Ctrl-C or the end of a session would kill the run without a save", on_resume=True)
@@ -178,9 +181,15 @@ def probe_run(subject: Subject, name: str, **settings: Any) -> LMTrainer:
     """Two updates of the run, as small as they can be, with a copy of its model in the scratch folder."""
     args, plan = copy.copy(subject.trainer.args), subject.trainer.plan  # made anew, they would reset accelerate's state
     batch = 2 * plan.sequence_length * plan.world_size
+    targets_of = getattr(subject.trainer.train_dataset, "targets_of", int)  # where not every position is one
     fields = {
         **{"output_dir": str(subject.scratch / name), "per_device_train_batch_size": 1, "global_batch_tokens": batch},
-        **{"train_tokens": 2 * batch, "warmup_steps": 0, "report_to": [], "eval_strategy": IntervalStrategy.NO},
+        **{
+            "train_tokens": targets_of(2 * batch),
+            "warmup_steps": 0,
+            "report_to": [],
+            "eval_strategy": IntervalStrategy.NO,
+        },
         **{"save_strategy": IntervalStrategy.NO, "disable_tqdm": True, "init_optimizer": False},
         **dict.fromkeys(
             ("init_from", "milestone_steps", "save_minutes", "stop_after_updates", "max_hours", "max_cost")

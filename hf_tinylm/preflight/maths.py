@@ -11,7 +11,7 @@ import torch
 from ..data.shards import id_dtype
 from ..data.windows import TokenWindows
 from ..modeling.loss import IGNORE_INDEX
-from ..planning import ModelShape, uniform_loss
+from ..planning import uniform_loss
 from ..training.validation import validate
 from .checks import Finding, rule
 from .model import MODEL_RUNS, SIGMAS, reference_loss
@@ -35,8 +35,9 @@ def loss(subject: Subject) -> Finding:
     """One update in micro-batches with unequal targets gives the mean loss over all targets, and its gradient."""
     batch = subject.sample(4)
     rows = batch["shift_labels"].shape[0]
-    for row in range(rows):  # 1, 1/2, 1/3, ... of the targets
-        batch["shift_labels"][row, batch["shift_labels"].shape[1] // (row + 1) :] = IGNORE_INDEX
+    for row, labels in enumerate(batch["shift_labels"]):  # 1, 1/2, 1/3, ... of the targets
+        places = torch.nonzero(labels != IGNORE_INDEX)[:, 0]
+        labels[places[len(places) // (row + 1) :]] = IGNORE_INDEX
     model = subject.probe(dropout=False)
     with subject.exact():
         expected = reference_loss(model, batch)
@@ -60,7 +61,7 @@ def loss(subject: Subject) -> Finding:
 )
 def decay_groups(subject: Subject) -> Finding:
     """Matrices are decayed and vectors are not: as many of each as the plan counts, every one once."""
-    shape = ModelShape.from_config(subject.config.model, subject.pack.shards.vocab_size)
+    shape = subject.planned_shape
     decay = subject.trainer.args.weight_decay
     found = {"decayed": 0, "not decayed": 0}
     misplaced = 0
@@ -195,6 +196,8 @@ def random_tokens(subject: Subject) -> Finding:
 def validation(subject: Subject) -> Finding:
     """The probe of the run gives the same number twice, the mean over its windows, and restores the mode."""
     trainer, windows = subject.trainer, subject.trainer.eval_dataset
+    if windows is None:
+        return Finding(True, "no test_conversations", "none")
     number = min(len(windows), 4 * trainer.accelerator.num_processes)
     model = subject.probe()
     with subject.precision():

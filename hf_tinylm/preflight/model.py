@@ -9,12 +9,13 @@ import torch
 
 from ..modeling.loss import IGNORE_INDEX, count_targets
 from ..modeling.model import TinyLMForCausalLM
-from ..planning import ModelShape, uniform_loss
+from ..planning import uniform_loss
 from .checks import Finding, rule
-from .subject import Subject
+from .subject import PROBE_LENGTH, Subject
 
 MODEL_RUNS = ("ids", "weights")  # what every check needs that runs the model
 LOSS_TARGETS = 2_048  # targets of the initial loss
+STARTING_ROWS = 8  # windows of the loss with the weights of init_from
 HALF = 8  # half the tokens of a row in the checks of attention
 NEW_TOKENS = 8
 # A leak of the future moves logits by percents of what a change does at its own position; rounding by 1e-7.
@@ -26,8 +27,7 @@ SIGMAS = 5.0
 @rule("parameters", "the model that was built is not the one that the configuration describes", on_resume=True)
 def parameters(subject: Subject) -> Finding:
     """As many parameters as the plan counts, a tied one once."""
-    vocab_size = subject.pack.shards.vocab_size
-    planned = ModelShape.from_config(subject.config.model, vocab_size).parameters
+    planned = subject.planned_shape.parameters
     built = sum({id(p): p.numel() for p in subject.trainer.model.parameters()}.values())
     return Finding(built == planned, f"{built:,}", f"{planned:,}")
 
@@ -39,6 +39,25 @@ def weights(subject: Subject) -> Finding:
     bad = [name for name, p in named.items() if p.dtype != torch.float32 or not bool(torch.isfinite(p).all())]
     value = f"{len(bad)} of {len(named)} tensors are not: {', '.join(bad[:3])}" if bad else f"{len(named)} tensors"
     return Finding(not bad, value, "all finite float32")
+
+
+@rule(
+    "starting weights",
+    "init_from names no model, one of another shape or tokenizer, or a copy of it was cut short",
+    needs=("weights",),
+)
+def starting_weights(subject: Subject) -> Finding:
+    """A copy of the model takes up the weights of `init_from` as the run will, and has a loss with them."""
+    args, expected = subject.trainer.args, "fresh, or as in init_from, with a finite loss"
+    if args.init_from is None or subject.resumed:
+        return Finding(True, "those of the checkpoint" if subject.resumed else "fresh", expected)
+    model = subject.probe()
+    found = subject.trainer.record.take_up(args.init_from, model, subject.optimizer(model))
+    with torch.no_grad(), subject.exact():
+        loss = float(model.eval()(**subject.sample(STARTING_ROWS, PROBE_LENGTH), return_logits=False).loss)
+    value = f"{args.init_from}: SHA-256 {found['init_weights_sha256'][:12]}..., moments {found['moments']}; "
+    value += f"loss {loss:.4f} (ln V = {uniform_loss(subject.model_config.num_tokens):.4f})"
+    return Finding(math.isfinite(loss), value, expected)
 
 
 @rule(
@@ -186,4 +205,4 @@ def reference_loss(model: TinyLMForCausalLM, batch: dict[str, torch.Tensor]) -> 
     return -chosen[supervised].mean()
 
 
-RULES = (parameters, weights, initial_loss, causality, masks, gradients, precision, generation)
+RULES = (parameters, weights, starting_weights, initial_loss, causality, masks, gradients, precision, generation)

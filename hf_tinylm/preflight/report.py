@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .checks import Check
+from .checks import Check, none_failed
 
 MARKS = {True: "ok", False: "FAIL", None: "--"}
 
@@ -13,7 +13,7 @@ MARKS = {True: "ok", False: "FAIL", None: "--"}
 def report_json(checks: Sequence[Check]) -> dict[str, Any]:
     """`{ok, seconds, checks: [{name, ok, value, expected, meaning, seconds, detail}]}`."""
     return {
-        "ok": all(check.ok for check in checks),
+        "ok": none_failed(checks),
         "seconds": round(sum(check.seconds for check in checks), 3),
         "checks": [check.to_json() for check in checks],
     }
@@ -40,7 +40,8 @@ def summary(checks: Sequence[Check], title: str = "preflight") -> str:
     skipped = sum(check.ok is None for check in checks)
     seconds = sum(check.seconds for check in checks)
     if not failed:
-        return f"{title}: all {len(checks)} checks passed in {seconds:.1f} s"
+        others = f"; {skipped} do not apply" if skipped else ""
+        return f"{title}: all {len(checks) - skipped} checks passed in {seconds:.1f} s{others}"
     rest = f"; {skipped} were not run" if skipped else ""
     return f"{title}: {len(failed)} of {len(checks)} checks failed: {', '.join(failed)}{rest}"
 

@@ -16,10 +16,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..data.conversations import ChatData
 from ..data.pack import Pack
-from ..files import TEMPORARY_PREFIX
+from ..files import TEMPORARY_PREFIX, read_json
+from ..modeling.loss import IGNORE_INDEX
 from ..modeling.model import TinyLMForCausalLM
+from ..planning import ModelShape
 from ..sections import RunConfig
+from ..training.checkpoint import list_checkpoints
 from ..training.source_loss import SOURCE_IDS
 from ..training.trainer import LMTrainer
 from ..training.update import Update
@@ -62,15 +66,47 @@ class Subject:
     """A run that is ready to train. Nothing here changes its model, optimizer, state or folder.
 
     Args:
+        data: the pack of a pretraining run, or the conversations of a chat run.
         scratch: a folder on the volume of `output_dir` for probe runs, the same on all processes.
     """
 
-    def __init__(self, config: RunConfig, trainer: LMTrainer, pack: Pack, output_dir: Path, scratch: Path) -> None:
-        self.config, self.trainer, self.pack = config, trainer, pack
+    def __init__(
+        self, config: RunConfig, trainer: LMTrainer, data: Pack | ChatData, output_dir: Path, scratch: Path
+    ) -> None:
+        self.config, self.trainer, self.data = config, trainer, data
         self.output_dir, self.scratch = output_dir, scratch
         self.device: torch.device = trainer.args.device
         self.model_config = trainer.model.config
         self.flash = str(self.model_config._attn_implementation).startswith("flash")
+
+    @property
+    def pack(self) -> Pack:
+        """What a pretraining run reads."""
+        assert isinstance(self.data, Pack), "its rules are for pretraining runs"
+        return self.data
+
+    @property
+    def chats(self) -> ChatData:
+        """What a chat run reads."""
+        assert isinstance(self.data, ChatData), "its rules are for chat runs"
+        return self.data
+
+    @property
+    def chat_tokenizer(self) -> Any:
+        """The tokenizer of a chat run."""
+        return self.trainer.processing_class
+
+    @property
+    def planned_shape(self) -> ModelShape:
+        """The shape that the configuration gives; a chat run has that of the model it starts from."""
+        if isinstance(self.data, Pack):
+            return ModelShape.from_config(self.config.model, self.data.shards.vocab_size)
+        return ModelShape.from_model_config(read_json(Path(str(self.trainer.args.init_from)) / "config.json"))
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the run goes on from a checkpoint of its own."""
+        return self.config.training.resume_from_checkpoint is not None and bool(list_checkpoints(self.output_dir))
 
     def probe(self, dropout: bool = True) -> TinyLMForCausalLM:
         """A copy of the run's fresh model in training mode, on request without dropout."""
@@ -122,13 +158,18 @@ class Subject:
         return noted.asked, found
 
     def sample(self, rows: int, length: int = PROBE_LENGTH) -> dict[str, torch.Tensor]:
-        """The beginning of the run's first windows, each tensor (rows, length) or less, on the device."""
+        """A part with targets of each of the run's first windows, each tensor (rows, length) or less, on the device.
+
+        It is the beginning where targets begin there; prompts that are not learned may be longer than `length`.
+        """
         batches = self.batches(-(-rows // self.trainer.plan.per_device_train_batch_size))
-        return {
-            name: torch.cat([batch[name] for batch in batches])[:rows, :length].contiguous().to(self.device)
-            for name in batches[0]
-            if name != SOURCE_IDS
-        }
+        whole = {n: torch.cat([batch[n] for batch in batches])[:rows] for n in batches[0] if n != SOURCE_IDS}
+        labels = whole["shift_labels"]
+        length = min(length, labels.shape[1])
+        first = (labels != IGNORE_INDEX).int().argmax(dim=1)  # half the part may be what comes before it
+        begins = (first - length // 2).clamp(0, labels.shape[1] - length)
+        places = begins[:, None] + torch.arange(length)
+        return {name: tensor.gather(1, places).to(self.device) for name, tensor in whole.items()}
 
     def logits(self, model: TinyLMForCausalLM, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Logits (B, T, tokens) in float32 without dropout, by the path that training takes, padding rows left out."""

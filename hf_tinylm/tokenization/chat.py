@@ -43,6 +43,21 @@ class RenderedChat:
     message_ends: list[int]
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """How a reply is drawn, by whatever program: at most so many tokens; at temperature 0 each is the most likely."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.7
+    top_p: float = 0.9
+    seed: int = 42
+
+    @classmethod
+    def greedy(cls, max_new_tokens: int) -> Drawing:
+        """Nothing is left to chance."""
+        return cls(max_new_tokens, temperature=0.0, top_p=1.0, seed=0)
+
+
 def chat_template() -> str:
     """Our ChatML template in Jinja, with the generation markers by which transformers finds the replies."""
     return bundled("tokenizer", "chat_template.jinja").read_text(encoding="utf-8")

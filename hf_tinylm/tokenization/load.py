@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import TokenizerError
-from ..files import atomic_folder, read_json, sha256_of_json, write_json
+from ..contract import RUN_FILE
+from ..errors import ConfigError, TokenizerError
+from ..files import atomic_folder, read_json, read_record, sha256_of_json, write_json
 from .gpt2_files import find_gpt2_files, read_gpt2_files
 from .special import END_OF_TEXT, byte_of_character
 
@@ -60,6 +61,26 @@ def parse_backend(text: str, name: str) -> BackendTokenizer:
         return BackendTokenizer(Tokenizer.from_str(text), name)
     except Exception as error:  # the library raises no narrower class
         raise TokenizerError(f"the tokenizer in {name} could not be loaded: {error}") from error
+
+
+def find_tokenizer(source: Path) -> str:
+    """The tokenizer of a model folder: its own, or the one that the run of a checkpoint names.
+
+    Raises:
+        ConfigError: neither exists.
+    """
+    if (source / "tokenizer.json").is_file():
+        return str(source)
+    run = source.parent / RUN_FILE
+    if run.is_file():
+        config = read_record(run).get("config") or {}
+        path = (config.get("tokenizer") or {}).get("tokenizer_path")
+        if path:
+            return str(path)
+    raise ConfigError(
+        f"{source} has no tokenizer.json and no run.json beside it names one. Give it: --tokenizer DIR (in a recipe: "
+        "--tokenizer_path DIR)."
+    )
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:

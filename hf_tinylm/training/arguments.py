@@ -16,7 +16,6 @@ import torch
 from transformers import TrainingArguments
 
 from ..errors import ConfigError
-from ..planning import UpdatePlan, plan_updates
 from ..sections import DecayShape, LRSchedule, Optim, RunConfig, TrainingSection
 from .device import Precision, choose_precision, device_facts
 from .xla import uses_xla, xla_kind
@@ -210,25 +209,6 @@ class LMTrainingArguments(TrainingArguments):
         # Accelerate 1.15 numbers the processes of a host on TPUs only; elsewhere none would be the first.
         if xla_kind() != "TPU":
             os.environ.setdefault("LOCAL_RANK", "0")
-
-
-def plan_run(args: LMTrainingArguments, train_dataset: Any) -> UpdatePlan:
-    """Updates, windows and micro-batches of a run on `train_dataset`.
-
-    Windows of conversations say how many positions a budget of targets takes (`positions_of`, `targets_of`); in all
-    others each position is a target.
-    """
-    length = int(train_dataset.sequence_length)
-    positions_of = getattr(train_dataset, "positions_of", int)
-    if args.train_tokens == "epoch":
-        budget = round(args.epochs * (len(train_dataset) * length))
-    else:
-        budget = positions_of(int(args.train_tokens))
-    growth = [(positions_of(point), batch) for point, batch in args.batch_growth]
-    rows, batch = args.per_device_train_batch_size, args.global_batch_tokens
-    plan = plan_updates(budget, batch, length, rows, args.world_size, growth)
-    masked = budget - getattr(train_dataset, "targets_of", int)(budget)
-    return dataclasses.replace(plan, masked_tokens=masked)
 
 
 def accelerator_present() -> bool:

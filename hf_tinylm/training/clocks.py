@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from ..planning.optimizer import RunFlops
+from .metrics import positions_computed
 
 # Clocks that a checkpoint's are added to.
 _ADDED = ("training_seconds", "evaluation_seconds", "saving_seconds", "data_seconds", "startup_seconds")
@@ -97,7 +98,7 @@ class Clocks:
             step: the checkpoint's update.
             rows: of metrics.jsonl, before those beyond `step` are dropped.
             events: of events.jsonl. Its `STARTS` hold what this method returned to earlier invocations.
-            flops: what an update and a token take.
+            flops: what an update and a position take.
 
         Returns:
             `thrown_away_updates` and `thrown_away_flops`: what is thrown away now, and was not counted before.
@@ -109,11 +110,11 @@ class Clocks:
         starts = [event for event in events if event["event"] in STARTS]
         since = [event for event in starts if event["wall_seconds"] > wall]
         updates = [row for row in rows if "loss" in row and row["step"] > step and not _was_counted(row, since)]
-        targets = {row["step"]: row["supervised_tokens"] for row in rows if "loss" in row}
+        positions = {row["step"]: positions_computed(row) for row in rows if "loss" in row}
         now = {
             "thrown_away_updates": len(updates),
             "thrown_away_flops": flops(
-                len(updates), sum(row["supervised_tokens"] - targets.get(row["step"] - 1, 0) for row in updates)
+                len(updates), sum(positions_computed(row) - positions.get(row["step"] - 1, 0) for row in updates)
             ),
         }
         self.thrown_away_updates = state.get("thrown_away_updates", 0)

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..files import atomic_file
 from ..planning.optimizer import RunFlops
+from .metrics import positions_computed
 
 Axis = Literal["tokens", "flops", "hours"]
 AXES: tuple[Axis, ...] = ("tokens", "flops", "hours")
@@ -65,7 +66,7 @@ def curve_of(name: str, rows: Sequence[dict[str, Any]], flops: RunFlops | None =
 
 
 def _points(updates: Sequence[dict[str, Any]], values: Sequence[float], flops: RunFlops | None) -> Points:
-    computed = [0 if flops is None else flops(row["step"], row["supervised_tokens"]) for row in updates]
+    computed = [0 if flops is None else flops(row["step"], positions_computed(row)) for row in updates]
     tokens = np.array([row["supervised_tokens"] for row in updates], dtype=np.float64)
     hours = np.array([row["wall_seconds"] for row in updates], dtype=np.float64) / 3600
     return Points(tokens, np.array(computed, dtype=np.float64), hours, np.array(values, dtype=np.float64))

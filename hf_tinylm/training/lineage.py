@@ -15,6 +15,8 @@ from ..files import read_record, sha256_of_file
 from ..modeling.configuration import TinyLMConfig
 from ..modeling.factory import load_model
 from ..modeling.model import TinyLMForCausalLM
+from ..tokenization.load import load_backend
+from ..tokenization.load import tokenizer_sha256 as hash_of_tokenizer
 from .checkpoint import checkpoint_fault, read_checkpoint
 from .optimizer import load_optimizer_tensors, moments_are_zero
 from .schedule import Schedule, recorded_schedule
@@ -88,8 +90,11 @@ def check_tokenizer(init_from: str, tokenizer_sha256: str | None) -> None:
         TokenizerError: with both hashes.
     """
     parent = Path(init_from).parent / RUN_FILE
-    identity = read_record(parent, "identity")["identity"] if parent.is_file() else {}
-    theirs = identity.get("data", {}).get("tokenizer_sha256")
+    if parent.is_file():
+        theirs = read_record(parent, "identity")["identity"].get("data", {}).get("tokenizer_sha256")
+    else:  # a copy without its run: by its own files
+        own = (Path(init_from) / "tokenizer.json").is_file()
+        theirs = hash_of_tokenizer(load_backend(init_from)) if own else None
     if theirs is None or tokenizer_sha256 is None or theirs == tokenizer_sha256:
         return
     raise TokenizerError(
@@ -97,6 +102,35 @@ def check_tokenizer(init_from: str, tokenizer_sha256: str | None) -> None:
         f"{tokenizer_sha256[:12]}...: ids would mean other tokens. Give the parent's tokenizer_path and write the "
         "shards with it: hf-tinylm prepare."
     )
+
+
+def check_weights(init_from: str) -> None:
+    """Refuse weights that are not those whose hashes their checkpoint's manifest or their run's `DONE.json` recorded.
+
+    A model folder of other origin has no such record.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    folder = Path(init_from)
+    record = folder / MANIFEST if (folder / MANIFEST).is_file() else folder.parent / DONE_FILE
+    if not record.is_file() or (record.name == DONE_FILE and folder.name != "final"):
+        return
+    try:
+        found = read_record(record)
+        if record.name == MANIFEST:
+            hashes = {name: str(facts["sha256"]) for name, facts in found["files"].items()}
+        else:
+            hashes = dict(found.get("final_weights_sha256", {}))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{record} is damaged ({error!r}). Give init_from another copy of it.") from error
+    for name, recorded in sorted(hashes.items()):
+        if not name.startswith("model") or not name.endswith(".safetensors"):
+            continue
+        if not (folder / name).is_file() or sha256_of_file(folder / name) != recorded:
+            raise CheckpointError(
+                f"init_from {folder}: {name} is missing or has other bytes than {record} recorded. Give another copy."
+            )
 
 
 def initialise_from(

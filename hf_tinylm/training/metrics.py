@@ -19,6 +19,11 @@ from .checkpoint import last_good
 __all__ = ["EVENTS", "METRICS", "Events", "JsonLines", "peak_flops", "read_rows"]
 
 
+def positions_computed(row: dict[str, Any]) -> int:
+    """Positions that the run has computed up to a row of an update; earlier versions wrote down its targets alone."""
+    return int(row.get("positions", row["supervised_tokens"]))
+
+
 def peak_flops(asked: float | None, device: torch.device, bf16: bool) -> float | None:
     """FLOP/s of one device: as asked, else the published dense bf16 peak of the GPU; None when it is not known."""
     if asked is not None or device.type != "cuda" or not bf16:

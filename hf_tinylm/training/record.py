@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from .clocks import Clocks
 from .device import device_name
 from .folder import RunLock, check_disk, is_start_that_was_killed, leftovers, remove_leftovers, size_of
 from .inputs import input_facts
-from .lineage import changed_since, check_branch, check_tokenizer, initialise_from, lineage
+from .lineage import changed_since, check_branch, check_tokenizer, check_weights, initialise_from, lineage
 from .metrics import EVENTS, METRICS, Events, JsonLines
 from .mirror import Mirror
 from .optimizer import load_optimizer_tensors, optimizer_tensors
@@ -32,6 +34,7 @@ from .saver import CheckpointSaver, HostCopies
 from .xla import xla_notices
 
 if TYPE_CHECKING:
+    from ..modeling.model import TinyLMForCausalLM
     from .trainer import LMTrainer
 
 # Arguments that decide the numbers of a run; all others may differ between its invocations.
@@ -63,6 +66,7 @@ class RunRecord:
         self.lock = RunLock(self.output_dir)
         self.mirror = Mirror(self.output_dir, trainer.args.mirror_dir if self.main else None, self._warn)
         self.clocks = Clocks(began=began)
+        self._keeps_folder = False
         args = trainer.args
         self.saver = CheckpointSaver(
             self.output_dir, self.events, args.save_total_limit, args.milestone_steps, args.save_in_background
@@ -139,14 +143,23 @@ class RunRecord:
 
     def _begin(self, init_from: str, identity: dict[str, Any]) -> dict[str, Any]:
         """Take up the weights that a new run begins with; what its first event says of them."""
-        trainer = self.trainer
-        check_tokenizer(init_from, trainer.run_facts.get("tokenizer_sha256"))
-        start = str(self._nearby(Path(init_from), "init_from"))
-        found = initialise_from(start, trainer.args.init_optimizer, trainer.model, trainer.optimizer)
+        found = self.take_up(init_from, self.trainer.model, self.trainer.optimizer)
         recorded = identity["training"]["init_from"] or {}  # which the main process has
         changed = changed_since(recorded.get("parent_identity"), identity)
         inherited = recorded.get("inherited_tokens")
         return {"init_from": init_from, "inherited_tokens": inherited, **found, "changed": changed}
+
+    def take_up(self, init_from: str, model: TinyLMForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Copy the weights of a checkpoint or model folder, and the moments if asked, into `model` and `optimizer`.
+
+        Raises:
+            TokenizerError, ConfigError, ContractError, CheckpointError: as `check_tokenizer`, `check_weights` and
+                `initialise_from` of `lineage`.
+        """
+        check_tokenizer(init_from, self.trainer.run_facts.get("tokenizer_sha256"))
+        check_weights(init_from)
+        start = str(self._nearby(Path(init_from), "init_from"))
+        return initialise_from(start, self.trainer.args.init_optimizer, model, optimizer)
 
     def save(self, evaluation_due: bool, eval_loss: float | None) -> None:
         """Save the state after the present update; the write goes on in the background."""
@@ -155,15 +168,29 @@ class RunRecord:
             if self.main:
                 self.saver.save(lambda host: self._snapshot(host, states, evaluation_due, eval_loss))
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the folder that training takes until the block ends, whatever is written after the last update.
+
+        Without it the folder is free when training ends, and another process could start before `DONE.json` is there.
+        """
+        self._keeps_folder = True
+        try:
+            yield
+        finally:
+            self._keeps_folder = False
+            self.lock.release()
+
     def close(self) -> None:
-        """Wait for the write in flight and give the folder back."""
+        """Wait for the write in flight and give the folder back, unless it is `held`."""
         try:
             if self.main:
                 with self.clocks.measure("saving_seconds"):
                     self.saver.wait()
         finally:
             self.mirror.finish()
-            self.lock.release()
+            if not self._keeps_folder:
+                self.lock.release()
 
     def last_checkpoint(self) -> str | None:
         """Name of the newest checkpoint, after waiting for the write in flight."""

@@ -25,8 +25,9 @@ from ..modeling.native import use_native_kernels
 from ..modeling.stock import save_stock_model
 from ..planning.compilation import rows_of_pass
 from ..planning.optimizer import RunFlops
+from ..planning.updates import plan_of_windows
 from .agreement import agree_on_start, all_are_here, loss_told
-from .arguments import LMTrainingArguments, plan_run
+from .arguments import LMTrainingArguments
 from .batches import micro_batches
 from .callbacks import ProgressBar
 from .clocks import budget_reached, synchronise
@@ -95,7 +96,7 @@ class LMTrainer(Trainer):
     ) -> None:
         if not isinstance(args, LMTrainingArguments):
             raise ConfigError(f"LMTrainer needs LMTrainingArguments, not {type(args).__name__}.")
-        self.plan = plan_run(args, train_dataset)
+        self.plan = plan_of_windows(args, train_dataset, args.world_size)
         self.schedule = schedule_of(args, self.plan.updates)
         length, shape = self.plan.sequence_length, model.config.shape
         self.flops = RunFlops.of(shape, length, args.optim, args.muon_ns_steps)
@@ -355,23 +356,25 @@ class LMTrainer(Trainer):
         self.state.global_step += 1
         self.supervised_tokens += result.targets
         self.state.epoch = plan.windows_before(self.state.global_step) / len(self.train_dataset)
-        flops = self.flops.per_token
+        computed = plan.positions_before(self.state.global_step)
+        positions = computed - plan.positions_before(self.state.global_step - 1)
+        flops_per_second = self.flops.per_token * positions / seconds
         clocks.training_seconds += seconds
-        clocks.flops += self.flops(1, result.targets)
-        per_second = result.targets / seconds
+        clocks.flops += self.flops(1, positions)
         peak = peak_flops(self.args.peak_flops, self.args.device, self.args.bf16)
         self._row = {
             "step": self.state.global_step,
             "supervised_tokens": self.supervised_tokens,
+            "positions": computed,
             "loss": result.loss,
             "learning_rate": rate,
             "grad_norm": result.grad_norm,
             "clipped": result.clipped,
             "seconds": round(seconds, 6),
             "data_seconds": round(clocks.lap("data_seconds"), 6),
-            "tokens_per_second": round(per_second, 1),
-            "flops_per_second": round(flops * per_second),
-            "mfu": None if peak is None else flops * per_second / (peak * self.accelerator.num_processes),
+            "tokens_per_second": round(result.targets / seconds, 1),
+            "flops_per_second": round(flops_per_second),
+            "mfu": None if peak is None else flops_per_second / (peak * self.accelerator.num_processes),
             "wall_seconds": round(clocks.wall_seconds, 3),
         }
         self._row |= self.noise.row(self.state.global_step, result.requests[3:], result.targets, result.grad_norm)

@@ -11,6 +11,7 @@ import pytest
 from hf_tinylm.commands.terminal import chosen_device, origin, reply_once, talk
 from hf_tinylm.errors import ConfigError, RunStopped
 from hf_tinylm.evaluation.chat import Conversation
+from hf_tinylm.tokenization.chat import Drawing
 
 
 class Echo:
@@ -25,20 +26,12 @@ class Echo:
         self.seen.append(list(messages))
         return [0] * sum(len(message["content"].split()) + 1 for message in messages)
 
-    def reply(
-        self,
-        ids: list[int],
-        max_new_tokens: int,
-        temperature: float,
-        top_p: float,
-        seed: int,
-        emit: Callable[[str], None] | None = None,
-    ) -> tuple[str, bool]:
+    def reply(self, ids: list[int], drawing: Drawing, emit: Callable[[str], None] | None = None) -> tuple[str, bool]:
         if emit is not None:
             emit("so ")
         if self.seen[-1][-1]["content"] == "stop":
             raise KeyboardInterrupt
-        text = f"so s{seed}m{len(self.seen[-1])}"
+        text = f"so s{drawing.seed}m{len(self.seen[-1])}"
         if emit is not None:
             emit(text.removeprefix("so "))
         return text, True
@@ -46,7 +39,7 @@ class Echo:
 
 @pytest.fixture
 def conversation() -> Conversation:
-    return Conversation(Echo(), system="Be brief.", max_new_tokens=10, seed=7)
+    return Conversation(Echo(), "Be brief.", Drawing(max_new_tokens=10, seed=7))
 
 
 def typed(*lines: str | type[BaseException]) -> Callable[[str], str]:
@@ -124,7 +117,7 @@ def test_one_reply_is_all_that_is_printed(conversation: Conversation, capsys: py
     with pytest.raises(ConfigError, match="empty"):
         reply_once(conversation, " \n")
     with pytest.raises(ConfigError, match="seed=-1"):
-        Conversation(Echo(), seed=-1)
+        Conversation(Echo(), drawing=Drawing(seed=-1))
 
 
 def test_a_model_is_shown_with_its_run_and_update(tmp_path: Path) -> None:

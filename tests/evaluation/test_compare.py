@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from hf_tinylm.errors import ConfigError, ContractError
 from hf_tinylm.evaluation.compare import compare, paired_bootstrap
+from hf_tinylm.evaluation.report import load_report
 
 Saved = tuple[dict[str, Any], list[dict[str, Any]]]
 
@@ -105,3 +107,70 @@ def test_an_unknown_metric_and_a_single_item_are_refused() -> None:
         compare(choices("a", [True, False]), choices("b", [True, False]), "loss")
     with pytest.raises(ConfigError, match="two or more"):
         compare(choices("a", [True]), choices("b", [True]))
+
+
+def harness(model: str, right: list[float], nats: list[float], **changes: Any) -> Saved:
+    """As `eval --suite lm-eval:lambada_openai` writes it: accuracy is a mean over items, perplexity is none."""
+    mean, perplexity = sum(right) / len(right), math.exp(sum(nats) / len(nats))
+    report = {
+        **{"model": model, "suite": "lm-eval:lambada_openai", "items": len(right), "items_sha256": "i"},
+        **{"ids_sha256": None, "higher_is_better": {"acc": True, "perplexity": False, "cost": False, "odd": None}},
+        "rule": {"task": "lambada_openai", "lm_eval": "0.4.13", "task_version": 1.0, "few_shot": 0},
+        "results": {
+            **{"acc": {"value": mean}, "perplexity": {"value": perplexity}},
+            **{"cost": {"value": sum(nats) / len(nats)}, "odd": {"value": mean}},
+        },
+    }
+    rows = [
+        {"item": n, "acc": hit, "perplexity": -loss, "cost": loss, "odd": hit}
+        for n, (hit, loss) in enumerate(zip(right, nats, strict=True))
+    ]
+    return {**report, **changes}, rows
+
+
+def test_reports_of_lm_eval_compare_where_a_metric_is_a_mean_over_items() -> None:
+    weak, strong = [1.0] * 20 + [0.0] * 80, [1.0] * 60 + [0.0] * 40
+    found = compare(harness("a", weak, [5.0] * 50 + [6.0] * 50), harness("b", strong, [3.0] * 50 + [2.0] * 50))
+    assert set(found["results"]) == {"acc", "cost"}  # no perplexity, and nothing whose direction lm-eval leaves open
+    acc, cost = found["results"]["acc"], found["results"]["cost"]
+    assert (acc["a"], acc["b"], acc["better"]) == (0.2, 0.6, "b")
+    assert (cost["difference"], cost["better"]) == (-3.0, "b")
+    ones = np.ones(100)
+    assert tuple(acc["interval"]) == paired_bootstrap((np.array(weak), ones), (np.array(strong), ones), seed=0)
+    with pytest.raises(ConfigError, match="--metric perplexity cannot be compared here; acc, cost can"):
+        compare(harness("a", weak, [5.0] * 100), harness("b", strong, [3.0] * 100), "perplexity")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"items_sha256": "j", "items": 50}, "was scored on 4 items of .* and b on 50 of"),
+        ({"suite": "lm-eval:piqa"}, "these are not the same items"),
+        ({"rule": {"task": "lambada_openai", "lm_eval": "0.4.13", "task_version": 2.0, "few_shot": 0}}, "task version"),
+        ({"rule": {"task": "lambada_openai", "lm_eval": "0.4.13", "task_version": 1.0, "few_shot": 5}}, "few-shot"),
+        ({"rule": {"task": "lambada_openai", "lm_eval": "0.4.9", "task_version": 1.0, "few_shot": 0}}, "release"),
+    ],
+)
+def test_reports_of_lm_eval_that_do_not_compare_are_refused(changes: dict[str, Any], told: str) -> None:
+    right, nats = [1.0, 0.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(ContractError, match=told):
+        compare(harness("a", right, nats), harness("b", right, nats, **changes))
+
+
+def test_reports_of_lm_eval_of_an_earlier_version_or_without_means_are_refused() -> None:
+    right, nats = [1.0, 0.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]
+    old = [harness(name, right, nats) for name in "ab"]
+    for report, _ in old:
+        del report["higher_is_better"]
+    with pytest.raises(ContractError, match=r"does not say which task version.*Score that model again"):
+        compare(*old)
+    bare = [harness(name, right, nats, results={"perplexity": {"value": 12.0}}) for name in "ab"]
+    with pytest.raises(ConfigError, match="No metric of a on lm-eval:lambada_openai is a mean over items"):
+        compare(*bare)
+
+
+def test_a_file_that_lm_eval_wrote_itself_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    file = tmp_path / "results_2026.json"
+    file.write_text('{"results": {"piqa": {}}, "versions": {"piqa": 1.0}, "n-shot": {"piqa": 0}}')
+    with pytest.raises(ConfigError, match=r"was written by lm-eval itself.*--suite lm-eval:TASK"):
+        load_report(file)

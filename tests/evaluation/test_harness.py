@@ -57,6 +57,14 @@ def test_our_engine_and_lm_eval_agree_on_every_item_of_a_hellaswag_file(
     assert ours["accuracy_per_character"]["value"] == theirs["acc_norm"]["value"]
     assert ours["accuracy_sum"]["stderr"] == pytest.approx(theirs["acc"]["stderr"])
     assert "lm-eval" in theirs["acc"]["rule"]
+    rule = found["lm-eval:hellaswag"]["rule"]
+    assert (rule["task"], rule["task_version"], rule["few_shot"]) == ("hellaswag", 1.0, 0)
+    saved = str(folder / "model" / "eval" / "lm-eval-hellaswag.json")
+    assert main(["eval", "--compare", saved, saved, "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)["results"]
+    assert {name: (one["a"], one["better"]) for name, one in compared.items()} == {
+        name: (theirs[name]["value"], None) for name in ("acc", "acc_norm")
+    }
     names = ("hellaswag.items.jsonl", "lm-eval-hellaswag.items.jsonl")
     pairs = zip(*((folder / "model" / "eval" / name).read_text().splitlines() for name in names), strict=True)
     for own, other in (map(json.loads, pair) for pair in pairs):

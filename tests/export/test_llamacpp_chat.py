@@ -14,6 +14,7 @@ from hf_tinylm.evaluation.chat import Conversation, TransformersChat
 from hf_tinylm.export.gguf import write_gguf
 from hf_tinylm.export.llamacpp_chat import LlamaCppChat
 from hf_tinylm.modeling.factory import load_model
+from hf_tinylm.tokenization.chat import Drawing
 from hf_tinylm.tokenization.load import load_tokenizer
 
 pytest.importorskip("xllamacpp")
@@ -62,15 +63,14 @@ def test_ids_and_greedy_replies_equal_those_of_transformers(folder: Path, gguf: 
         assert [token for token in ids if token < 4] == [1, 2, 1, 2, 1, 2, 1]
 
         pieces: dict[str, list[str]] = {"ours": [], "theirs": []}
-        greedy = {"max_new_tokens": 24, "temperature": 0.0, "top_p": 1.0, "seed": 0}
-        found = ours.reply(ids, emit=pieces["ours"].append, **greedy)
-        assert theirs.reply(ids, emit=pieces["theirs"].append, **greedy) == found
+        greedy = Drawing.greedy(24)
+        found = ours.reply(ids, greedy, pieces["ours"].append)
+        assert theirs.reply(ids, greedy, pieces["theirs"].append) == found
         assert "".join(pieces["theirs"]) == "".join(pieces["ours"]) == found[0]
         assert len(pieces["theirs"]) > 1
 
-        drawn = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9}
         for engine in (ours, theirs):
-            replies = [engine.reply(ids, seed=seed, **drawn) for seed in (1, 1, 2)]
+            replies = [engine.reply(ids, Drawing(12, temperature=1.0, seed=seed)) for seed in (1, 1, 2)]
             assert replies[0] == replies[1] != replies[2]
 
 
@@ -83,7 +83,7 @@ def test_a_reply_that_the_model_ends_is_told_from_one_that_was_cut(folder: Path,
     ours = TransformersChat(load_model(folder), load_tokenizer(folder))
     with LlamaCppChat(tmp_path / "ending.gguf") as theirs:
         prompts = [ours.prompt_ids([{"role": "user", "content": text}]) for text in ("a", "b", "1", "?", "한국", "x y")]
-        ended = [[engine.reply(ids, 3, 0.0, 1.0, 0)[1] for ids in prompts] for engine in (ours, theirs)]
+        ended = [[engine.reply(ids, Drawing.greedy(3))[1] for ids in prompts] for engine in (ours, theirs)]
     assert ended[0] == ended[1]
     assert set(ended[0]) == {True, False}
 
@@ -100,7 +100,9 @@ def test_the_command_prints_the_reply_alone_and_says_what_answers(
     assert main(["chat", str(folder), "--device", "cpu", *options]) == 0
     shown.append(capsys.readouterr())
     expected = Conversation(
-        TransformersChat(load_model(folder), load_tokenizer(folder)), "Be brief.", max_new_tokens=8, temperature=0
+        TransformersChat(load_model(folder), load_tokenizer(folder)),
+        "Be brief.",
+        Drawing(max_new_tokens=8, temperature=0),
     ).ask("don't stop")
     assert [s.out for s in shown] == [expected + "\n"] * 3
     assert f"on cpu: {folder} (not in the folder of a run)" in shown[0].err

@@ -315,7 +315,7 @@ def test_a_chat_stage_has_the_shape_of_the_model_it_starts_from(plan: Plan, tmp_
     (tmp_path / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": True}))
     found = plan("--config", "sft-persona", "--init_from", str(tmp_path))
     assert found["parameters"] == 134_515_008
-    assert found["notices"] == []
+    assert found["notices"] == ["HuggingFaceTB/smol-smoltalk is no local file and is not counted; preflight does it"]
     without = plan("--config", "sft-persona", "--init_from", str(tmp_path / "nothing"))
     assert "a chat stage has the shape of the model it starts from" in without["notices"][0]
     (tmp_path / "config.json").write_text("{}")

@@ -26,7 +26,7 @@ from hf_tinylm.training import trainer as trainers
 RANK, OUT = int(os.environ["RANK"]), Path(sys.argv[1])
 recipe = run_path(str(bundled("recipes", "pretrain.py")))["main"]
 own_init = TinyLMForCausalLM._from_config.__func__
-own_plan, own_batches = trainers.plan_run, trainers.micro_batches
+own_plan, own_batches = trainers.plan_of_windows, trainers.micro_batches
 
 
 def other_weights(cls, *args, **kwargs):
@@ -40,8 +40,8 @@ def same_windows(dataset, plan, process, *rest):
     return own_batches(dataset, plan, 0, *rest)
 
 
-def fewer_updates(args, dataset):
-    plan = own_plan(args, dataset)
+def fewer_updates(args, dataset, world_size):
+    plan = own_plan(args, dataset, world_size)
     return dataclasses.replace(plan, train_tokens=plan.train_tokens - (RANK if plan.updates > 2 else 0) * 256)
 
 
@@ -49,7 +49,7 @@ found = {}
 plants = {
     "weights": mock.patch.object(TinyLMForCausalLM, "_from_config", classmethod(other_weights)),
     "windows": mock.patch.object(trainers, "micro_batches", same_windows),
-    "updates": mock.patch.object(trainers, "plan_run", fewer_updates),
+    "updates": mock.patch.object(trainers, "plan_of_windows", fewer_updates),
     "none": mock.patch.dict(os.environ),
 }
 for name, plant in plants.items():

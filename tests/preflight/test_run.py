@@ -40,7 +40,7 @@ def test_a_run_with_preflight_is_the_run_without_it_to_the_bit(
     assert recipe([*settings, "--output_dir", str(without)]) == 0
     assert "preflight" not in capsys.readouterr().out
     assert recipe([*settings, "--output_dir", str(with_), "--preflight", "true"]) == 0
-    assert "preflight: all 29 checks passed" in capsys.readouterr().out
+    assert "preflight: all 30 checks passed" in capsys.readouterr().out
     found = [sorted(path.relative_to(run) for path in run.rglob("*") if path.is_file()) for run in (with_, without)]
     assert found[0] == found[1]
     exact = [path for path in found[0] if path.suffix == ".safetensors"]
@@ -93,7 +93,7 @@ def test_a_resume_repeats_only_the_cheap_checks(
     settings = ["--config", str(tiny_config), "--output_dir", str(tmp_path / "run"), "--preflight", "true"]
     whole = [*settings, "--resume_from_checkpoint", "auto"]
     assert recipe(whole) == 0  # there is nothing to resume yet
-    assert "all 29 checks" in capsys.readouterr().out
+    assert "all 30 checks" in capsys.readouterr().out
     for name in ("DONE.json", "checkpoint-00000006/manifest.json"):
         (tmp_path / "run" / name).unlink()
     assert recipe(whole) == 0
@@ -111,7 +111,7 @@ def test_the_table_shows_decoded_pairs_the_schedule_and_a_summary(
     pairs = [line.strip().split(" -> ") for line in shown.splitlines() if " -> " in line]
     assert len(pairs) == 8
     assert all(target == following for (_, target), (following, _) in itertools.pairwise(pairs))
-    assert shown.strip().splitlines()[-1].startswith("preflight: all 32 checks passed in ")
+    assert shown.strip().splitlines()[-1].startswith("preflight: all 33 checks passed in ")
 
 
 @pytest.mark.parametrize(

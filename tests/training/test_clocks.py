@@ -125,6 +125,19 @@ def test_updates_that_crashes_threw_away_stay_counted() -> None:
     assert killed_before_the_rows_were_dropped.thrown_away_updates == 3
 
 
+def test_positions_without_a_target_are_thrown_away_too() -> None:
+    """Rows of a chat run: 64 positions an update, of which 10 are learned; and those of a version that did not say."""
+    state = {**Clocks(flops=7 * 128).to_state(), "wall_seconds": 3.0}
+    rows = [
+        {"loss": 1.0, "step": n, "supervised_tokens": 10 * n, "positions": 64 * n, "wall_seconds": 1.0 + n}
+        for n in range(1, 5)
+    ]
+    started = [{"event": "started", "step": 0, "wall_seconds": 1.0, "thrown_away_updates": 0, "thrown_away_flops": 0}]
+    assert Clocks().continue_from(state, 2, rows, started, RunFlops(7))["thrown_away_flops"] == 7 * 2 * 64
+    old = [{key: value for key, value in row.items() if key != "positions"} for row in rows]
+    assert Clocks().continue_from(state, 2, old, started, RunFlops(7))["thrown_away_flops"] == 7 * 2 * 10
+
+
 @pytest.mark.parametrize("saved", [2, None], ids=["after-a-checkpoint", "before-the-first-checkpoint"])
 def test_a_run_that_crashed_counts_everything_it_computed(make_trainer: Make, saved: int | None) -> None:
     with pytest.raises(Crash):

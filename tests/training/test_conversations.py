@@ -54,6 +54,37 @@ def test_every_supervised_target_of_an_epoch_is_counted_once(make_trainer: Make,
     assert told == [*done[: len(told) - 1].tolist(), total]
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_arithmetic_is_counted_for_every_position_and_tokens_for_targets(
+    make_trainer: Make, chats: Make, packing: bool
+) -> None:
+    """Windows of 64 positions four at a time, whatever is masked, padded or beyond the budget: all are multiplied."""
+    computed = []
+
+    class Counts(torch.nn.Module):
+        def forward(self, module: Any, arguments: Any) -> None:
+            computed.append(arguments[0].shape[:2].numel())
+
+    trainer = make_trainer(
+        train=chats(packing=packing), evaluation=None, **FIELDS, train_tokens=301, eval_strategy="no", peak_flops=1e9
+    )
+    trainer.model.model.layers[0].mlp.register_forward_pre_hook(Counts())
+    trainer.train()
+    rows, shape = losses(trainer), trainer.model.config.shape
+    wide = 12 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * T
+    updates = trainer.plan.updates
+    assert sum(computed) == updates * 4 * T
+    assert [row["positions"] for row in rows] == [4 * T * n for n in range(1, updates + 1)]
+    assert trainer.record.clocks.flops == sum(computed) * (6 * shape.parameters + wide)
+    assert rows[-1]["supervised_tokens"] == 301
+    for row, before in zip(rows, [{"supervised_tokens": 0}, *rows], strict=False):
+        flops = 4 * T * (6 * shape.parameters + wide) / row["seconds"]
+        assert row["flops_per_second"] == pytest.approx(flops, rel=1e-2)
+        assert row["mfu"] == pytest.approx(flops / 1e9, rel=1e-2)
+        targets = row["supervised_tokens"] - before["supervised_tokens"]
+        assert row["tokens_per_second"] == pytest.approx(targets / row["seconds"], rel=1e-2)
+
+
 def test_a_budget_of_targets_is_met_to_the_target(make_trainer: Make, chats: Make) -> None:
     trainer = make_trainer(train=chats(), evaluation=chats("sequential"), **FIELDS, train_tokens=301)
     trainer.train()

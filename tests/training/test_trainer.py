@@ -321,9 +321,9 @@ def test_rows_and_callbacks_see_every_update(make_trainer: Make) -> None:
     rows = read_rows(trainer.output_dir / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert list(rows[0]) == [
-        "step", "supervised_tokens", "loss", "learning_rate", "grad_norm", "clipped", "seconds", "data_seconds",
-        "tokens_per_second", "flops_per_second", "mfu", "wall_seconds", "gradient_signal", "gradient_noise",
-        "noise_scale", "noise_scale_error", "signal_share",
+        "step", "supervised_tokens", "positions", "loss", "learning_rate", "grad_norm", "clipped", "seconds",
+        "data_seconds", "tokens_per_second", "flops_per_second", "mfu", "wall_seconds", "gradient_signal",
+        "gradient_noise", "noise_scale", "noise_scale_error", "signal_share",
     ]  # fmt: skip
     assert [row["step"] for row in rows if "eval_loss" in row] == [4, 6]
 
