@@ -9,13 +9,16 @@ beforehand, because a schedule must know its end; a run that is slower than that
 
 Ours is a bundled configuration (--config, with --key value overrides); the peer is transformers' Trainer with
 LlamaForCausalLM of 10 million parameters in bf16, compiled, at its defaults. --tokens in place of --minutes gives every
-run that many tokens: for sweeps, which hold out other documents (--hold_out 50) and never see those of the comparison.
-Each --variant is a run of its own, with settings of its own: --variant "" "learning_rate=5e-3" "qk_norm=true seed=1".
+run that many tokens, to the token: for sweeps, which hold out other documents (--hold_out 50) and never see those of
+the comparison. Each --variant is a run of its own, with settings of its own:
+    --variant "" "learning_rate=5e-3" "global_batch_tokens=2048 batch_growth=[[100_352,4_096]]"
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import datetime
 import itertools
 import json
@@ -37,6 +40,7 @@ from hf_tinylm.config import load_config
 from hf_tinylm.data.splitters import find_splitter, split_text
 from hf_tinylm.data.windows import TokenWindows
 from hf_tinylm.modeling.factory import new_model
+from hf_tinylm.planning.updates import UpdatePlan, plan_of_config, plan_updates
 from hf_tinylm.sections import RunConfig
 from hf_tinylm.tokenization.encoder import FastEncoder
 from hf_tinylm.tokenization.load import token_bytes
@@ -52,6 +56,7 @@ from .machine import machine
 LENGTH, EVERY = 512, 100
 PEER = {"hidden_size": 320, "num_hidden_layers": 6, "num_attention_heads": 5, "intermediate_size": 864}
 PEER_VOCABULARY, PEER_ROWS, PEER_ACCUMULATION, PEER_RATE = 8_192, 16, 2, 1e-3
+PEER_BATCH = PEER_ROWS * PEER_ACCUMULATION * LENGTH
 CALIBRATION_UPDATES, CURVE_POINTS, SAFETY = 8, 24, 0.98
 
 
@@ -156,28 +161,39 @@ class Losses(TrainerCallback):
 
 @dataclass
 class System:
-    """One side of the comparison: `fit(seed, updates, limit)` trains and gives the model, the clock and the losses."""
+    """One side of the comparison: `fit(seed, plan, limit)` trains and gives the model, the clock and the losses."""
 
     name: str
     task: Task
-    batch_tokens: int
     config: RunConfig | None = None
     keep: Path | None = None
 
-    def fit(self, seed: int, updates: int, limit: float = float("inf")) -> tuple[Any, Clock, Losses]:
-        """Train a fresh model for that many updates, or until the limit in seconds."""
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of an update, of the first where the batch grows."""
+        return PEER_BATCH if self.config is None else self.config.training.global_batch_tokens
+
+    def plan(self, tokens: int) -> UpdatePlan:
+        """How exactly so many tokens are cut into updates; the peer makes whole ones only."""
+        if self.config is None:
+            return plan_updates(tokens // PEER_BATCH * PEER_BATCH, PEER_BATCH, LENGTH, PEER_ROWS, 1)
+        return plan_of_config(dataclasses.replace(self.config.training, train_tokens=tokens), LENGTH, 0)
+
+    def fit(self, seed: int, plan: UpdatePlan, limit: float = float("inf")) -> tuple[Any, Clock, Losses]:
+        """Train a fresh model to the end of that plan, or until the limit in seconds."""
         clock, losses = Clock(limit), Losses()
         with tempfile.TemporaryDirectory() as folder:
             if self.config is None:
-                return self._stock(Path(folder), seed, updates, [clock, losses]), clock, losses
-            return self._ours(self.config, Path(folder), seed, updates, [clock, losses]), clock, losses
+                return self._stock(Path(folder), seed, plan.updates, [clock, losses]), clock, losses
+            return self._ours(self.config, Path(folder), seed, plan, [clock, losses]), clock, losses
 
-    def _ours(self, config: RunConfig, folder: Path, seed: int, updates: int, callbacks: list[Any]) -> Any:
+    def _ours(self, asked: RunConfig, folder: Path, seed: int, plan: UpdatePlan, callbacks: list[Any]) -> Any:
+        config = copy.deepcopy(asked)
         settings = config.training
         settings.output_dir, settings.seed = str(folder / "run"), seed
-        settings.train_tokens = updates * self.batch_tokens
+        settings.train_tokens = plan.train_tokens
         settings.eval_steps = settings.save_steps = settings.save_minutes = None
-        settings.logging_steps, settings.warmup_steps = 1, min(settings.warmup_steps, updates // 2)
+        settings.logging_steps, settings.warmup_steps = 1, min(settings.warmup_steps, plan.updates // 2)
         model = new_model(config.model, config.tokenizer.vocab_size, LENGTH, seed)
         args = training_arguments(config)
         args.disable_tqdm = True
@@ -206,13 +222,13 @@ def measure(system: System, seeds: int, seconds: float | None, tokens: int | Non
     """One result for each seed; updates are those that fit into `seconds`, or that `tokens` give."""
     update = 0.0
     if seconds is not None:
-        _, clock, _ = system.fit(0, CALIBRATION_UPDATES)
+        _, clock, _ = system.fit(0, system.plan(CALIBRATION_UPDATES * system.batch_tokens))
         update = clock.median
     for seed in range(seeds):
-        updates = (
-            max(2, int(SAFETY * seconds / update)) if seconds is not None else (tokens or 0) // system.batch_tokens
-        )
-        model, clock, losses = system.fit(seed, updates, seconds or float("inf"))
+        if seconds is not None:
+            tokens = max(2, int(SAFETY * seconds / update)) * system.batch_tokens
+        plan = system.plan(tokens or 0)
+        model, clock, losses = system.fit(seed, plan, seconds or float("inf"))
         done = len(clock.ends)
         if done < 2:
             raise SystemExit(f"{system.name}: {seconds} seconds hold {done} updates; 2 or more are needed.")
@@ -222,25 +238,28 @@ def measure(system: System, seeds: int, seconds: float | None, tokens: int | Non
             "seed": seed,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "updates": done,
-            "planned_updates": updates,
-            "tokens": done * system.batch_tokens,
+            "planned_updates": plan.updates,
+            "tokens": plan.tokens_before(done),
             "training_seconds": round(clock.at(done), 1),
-            "tokens_per_second": round(system.batch_tokens / update),
+            "tokens_per_second": round(plan.tokens_before(done) / clock.at(done)),
             "bits_per_byte": round(bits_per_byte(model, system.task), 4),
         }
         print(json.dumps(found), flush=True)
-        yield {**found, "curve": curve(system, clock, losses.values)}
+        yield {**found, "curve": curve(system.task, plan, clock, losses.values)}
 
 
-def curve(system: System, clock: Clock, losses: list[float]) -> list[dict[str, float]]:
-    """Training loss as bits per byte of text read for the first time: means of equal parts of the run."""
-    per_token = float(system.task.sizes[system.task.train].mean())
+def curve(task: Task, plan: UpdatePlan, clock: Clock, losses: list[float]) -> list[dict[str, float]]:
+    """Training loss as bits per byte of text read for the first time: means over the tokens of equally many updates."""
+    per_token = float(task.sizes[task.train].mean())
+    sizes = [plan.tokens_of_update(update) for update in range(len(losses))]
     borders = np.linspace(0, len(losses), min(CURVE_POINTS, len(losses)) + 1).astype(int)
     return [
         {
-            "tokens": int(end) * system.batch_tokens,
+            "tokens": plan.tokens_before(int(end)),
             "seconds": round(clock.at(int(end)), 2),
-            "bits_per_byte": round(float(np.mean(losses[start:end])) / np.log(2) / per_token, 4),
+            "bits_per_byte": round(
+                float(np.average(losses[start:end], weights=sizes[start:end])) / np.log(2) / per_token, 4
+            ),
         }
         for start, end in itertools.pairwise(borders)
     ]
@@ -279,12 +298,9 @@ def systems_of(
     """What is to be measured; systems of the same vocabulary share their tokenizer and ids."""
     sizes = {config.tokenizer.vocab_size for config in configs.values()} | ({PEER_VOCABULARY} if peer else set())
     tasks = {size: task_of(documents, size, hold_out) for size in sorted(sizes)}
-    systems = [
-        System(name, tasks[config.tokenizer.vocab_size], config.training.global_batch_tokens, config, keep)
-        for name, config in configs.items()
-    ]
+    systems = [System(name, tasks[config.tokenizer.vocab_size], config, keep) for name, config in configs.items()]
     if peer:
-        systems.insert(0, System("stock Trainer", tasks[PEER_VOCABULARY], PEER_ROWS * PEER_ACCUMULATION * LENGTH))
+        systems.insert(0, System("stock Trainer", tasks[PEER_VOCABULARY]))
     return systems
 
 
@@ -310,8 +326,10 @@ def main() -> None:
         )
         for variant in known.variant
     }
-    if any(config.training.batch_growth for config in configs.values()):
-        parser.error("updates of one size are counted here; leave batch_growth out")
+    if known.minutes is not None and any(config.training.batch_growth for config in configs.values()):
+        parser.error(
+            "how many updates fit into a time is known when they are of one size; give --tokens for batch_growth"
+        )
     torch.set_num_threads(cpu_threads(next(iter(configs.values())).training.cpu_threads))
     systems = systems_of(configs, documents_of(known.text), known.hold_out, bool(known.peer), known.keep)
     seconds = None if known.minutes is None else 60 * known.minutes

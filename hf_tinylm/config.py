@@ -16,8 +16,9 @@ from typing import Any
 
 import yaml
 
+from .config_files import find_config, read_with_bases
 from .errors import ConfigError
-from .files import bundled, read_json, write_text
+from .files import write_text
 from .sections import ConversationSource, ModelSection, RunConfig, SourceSection, TrainingSection
 from .values import PlainDumper, accepts, build, check_name, describe, parse_text, shown
 
@@ -30,40 +31,44 @@ SECTION_OF_KEY: dict[str, str] = {
 def load_config(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML config (a path, or the name of a bundled one) and apply `--key value` overrides.
 
-    The run.json of a run is a config too: it starts the run again.
+    A config with a `base` states what differs from it. The run.json of a run is a config too: it starts the run again.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, has an unknown key, or a value of the wrong type.
+        ConfigError: the file or a base is missing, is not YAML, has an unknown key, or a value of the wrong type.
     """
     nested: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    if path is not None:
-        for section, values in _read_yaml(find_config(path)).items():
-            check_name(section, SECTIONS, f"section in {path}")
-            if not isinstance(values, Mapping | None):
-                raise ConfigError(f"{path}: section {section} is {shown(values)}; keys are needed: {section}: {{...}}.")
-            nested[section].update(values or {})
+    files = read_with_bases(find_config(path)) if path is not None else []
+    for file, content in files:
+        _add(nested, content, file)
+        if file is not files[-1][0]:
+            _check_base(nested, f"{file}, which {path} is based on")
     for key, value in parse_overrides(overrides).items():
         section, key = _home_of(key)
         nested[section][key] = value
-    config = RunConfig(**{s: build(t, nested[s], s) for s, t in SECTIONS.items()})
+    config = _build(nested)
     check_config(config)
     return config
 
 
-def find_config(path: str) -> Path:
-    """The file that `path` names: itself, or `recipes/configs/NAME.yaml` of this installation.
+def _add(nested: dict[str, dict[str, Any]], content: Mapping[str, Any], path: Path) -> None:
+    """Put the sections of a file over those before them."""
+    for section, values in content.items():
+        check_name(section, SECTIONS, f"section in {path}")
+        if not isinstance(values, Mapping | None):
+            raise ConfigError(f"{path}: section {section} is {shown(values)}; keys are needed: {section}: {{...}}.")
+        nested[section].update(values or {})
 
-    Raises:
-        ConfigError: neither exists.
-    """
-    if Path(path).is_file():
-        return Path(path)
-    folder = bundled("recipes", "configs")
-    named = folder / f"{path.removesuffix('.yaml')}.yaml"
-    if named.parent == folder and named.is_file():
-        return named
-    names = ", ".join(sorted(f.stem for f in folder.glob("*.yaml")))
-    raise ConfigError(f"Config {path} does not exist. Give a YAML file, or the name of a bundled config: {names}.")
+
+def _check_base(nested: Mapping[str, Mapping[str, Any]], name: str) -> None:
+    """Refuse keys and values that no configuration has, by the file that they are in."""
+    try:
+        _build(nested)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _build(nested: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    return RunConfig(**{section: build(kind, nested[section], section) for section, kind in SECTIONS.items()})
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
@@ -374,34 +379,6 @@ def save_config(config: RunConfig, path: Path) -> None:
     """Write a config as YAML that `load_config` reads back to the same values."""
     text = yaml.dump(config.to_dict(), Dumper=PlainDumper, sort_keys=False, allow_unicode=True)
     write_text(path, text)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    if path.suffix == ".json":
-        return _read_run(path)
-    try:
-        values = parse_text(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{path} is {error}") from error
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{path} holds no sections; the sections are {', '.join(SECTIONS)}.")
-    return dict(values)
-
-
-# What one invocation was asked, which is no part of what the run is.
-_OF_ONE_INVOCATION = ("stop_after_updates", "max_hours", "max_cost", "resume_from_checkpoint")
-
-
-def _read_run(path: Path) -> dict[str, Any]:
-    """The configuration that a run.json keeps, without the budgets of the invocation that wrote it."""
-    values = read_json(path)
-    config = values.get("config") if isinstance(values, dict) else None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds no configuration: give the run.json of a run that has one, or a YAML file.")
-    training = {k: v for k, v in (config.get("training") or {}).items() if k not in _OF_ONE_INVOCATION}
-    return {**config, "training": training}
 
 
 def _home_of(key: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Pretrain a language model: from a tokenizer and token shards to a verified model that other programs open.
 
     accelerate launch recipes/pretrain.py --config recipes/configs/demo.yaml
-    accelerate launch recipes/pretrain.py --config demo --learning_rate 6e-4 --output_dir runs/second
+    accelerate launch recipes/pretrain.py --config demo --learning_rate 4e-3 --output_dir runs/second
     torchrun --nproc_per_node 2 recipes/pretrain.py --config demo
     python recipes/pretrain.py --config demo --resume_from_checkpoint auto
 

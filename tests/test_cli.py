@@ -372,5 +372,5 @@ def test_the_demo_runs_end_to_end_when_scaled_down(
     shown = capsys.readouterr().out
     assert all(line in shown for line in summary_lines(summary) if line)
     assert run_demo(overrides) == 1  # nothing is trained again
-    with pytest.raises(ConfigError, match=r"other settings \(training\.learning_rate: 0\.002 -> 0\.001\)"):
+    with pytest.raises(ConfigError, match=r"other settings \(training\.learning_rate: 0\.006 -> 0\.001\)"):
         run_demo([*overrides, "--learning_rate", "1e-3"])

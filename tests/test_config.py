@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_tinylm.config import SECTIONS, find_config, load_config, parse_overrides, save_config
+from hf_tinylm.config import SECTIONS, load_config, parse_overrides, save_config
+from hf_tinylm.config_files import find_config
 from hf_tinylm.errors import ConfigError
+from hf_tinylm.planning.writing import write_with_overrides
 from hf_tinylm.sections import RunConfig, SourceSection
 
 CONFIGS = Path(__file__).parents[1] / "recipes" / "configs"
@@ -387,3 +389,87 @@ def test_a_chat_run_that_evaluates_on_nothing_is_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"eval_steps=5 validates on test_conversations, and there are none"):
         load_config(str(tmp_path / "chat.yaml"))
     assert load_config(str(tmp_path / "chat.yaml"), ["--eval_steps", "null"]).training.eval_steps is None
+
+
+# --- bases
+
+
+def write(folder: Path, **texts: str) -> None:
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+
+
+def test_a_file_with_a_base_states_only_what_differs(tmp_path: Path) -> None:
+    write(tmp_path, lower="base: middle.yaml\ntraining: {seed: 3}\nmodel:\ndata: {sources: [{name: a, path: a.txt}]}")
+    write(tmp_path, middle="base: llama-100m\ntraining: {seed: 2, optim: muon}\nmodel: {qk_norm: true}")
+    config, published = load_config(str(tmp_path / "lower.yaml"), ["--warmup_steps", "7"]), load_config("llama-100m")
+    assert config.data.sources == [SourceSection("a", "a.txt")]  # a list is replaced whole
+    assert (config.training.seed, config.training.optim, config.training.warmup_steps) == (3, "muon", 7)
+    assert config.model == dataclasses.replace(published.model, qk_norm=True)
+    assert config.training == dataclasses.replace(published.training, seed=3, optim="muon", warmup_steps=7)
+    assert (config.tokenizer, config.evaluation) == (published.tokenizer, published.evaluation)
+
+
+def test_a_base_is_looked_for_beside_its_file_and_then_among_the_bundled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    write(tmp_path, demo="training: {seed: 1}")
+    write(tmp_path / "mine", named="base: demo", beside="base: ../demo.yaml", whole=f"base: {tmp_path}/demo.yaml")
+    monkeypatch.chdir(tmp_path)  # where a demo.yaml lies, which is nobody's base by that name
+    assert load_config("mine/named.yaml") == load_config(str(CONFIGS / "demo.yaml"))
+    assert load_config("mine/beside.yaml") == load_config("mine/whole.yaml") == load_config("demo.yaml")
+
+
+def test_the_configuration_of_a_file_with_a_base_is_saved_without_it(tmp_path: Path) -> None:
+    write(tmp_path, lower="base: upper.yaml\ntraining: {seed: 3}", upper="training: {warmup_steps: 9}")
+    config = load_config(str(tmp_path / "lower.yaml"))
+    assert "base" not in config.to_dict()
+    (tmp_path / "elsewhere").mkdir()
+    save_config(config, tmp_path / "elsewhere" / "saved.yaml")
+    write_with_overrides(tmp_path / "lower.yaml", tmp_path / "elsewhere" / "edited.yaml", ["--weight_decay", "0.3"])
+    (tmp_path / "upper.yaml").unlink()
+    assert load_config(str(tmp_path / "elsewhere" / "saved.yaml")) == config
+    edited = load_config(str(tmp_path / "elsewhere" / "edited.yaml")).training
+    assert edited == dataclasses.replace(config.training, weight_decay=0.3)
+
+
+@pytest.mark.parametrize(
+    ("texts", "told"),
+    [
+        ({"a": "base: [b.yaml]"}, "a.yaml: base=['b.yaml'] must be the path of a file or the name of a bundled config"),
+        ({"a": "base:"}, "a.yaml: base=None must be the path of a file"),
+        ({"a": "base: ''"}, "a.yaml: base='' must be the path of a file"),
+        ({"a": "base: ."}, "a.yaml: its base '.' does not exist. Give a file, by its path from that folder, or the"),
+        ({"a": "base: nobody"}, "its base 'nobody' does not exist"),
+        ({"a": f"base: {'x' * 5_000}"}, "does not exist"),
+        ({"a": "base: b.yaml\nbase: b.yaml", "b": ""}, "the key base is given twice"),
+        ({"a": "training: {base: b.yaml}", "b": ""}, "Unknown key in training: base"),
+        ({"a": "base: a.yaml"}, "a.yaml is based on "),
+        ({"a": "base: b.yaml", "b": "base: c.yaml", "c": "base: ./b.yaml"}, "These bases never end: "),
+        ({"a": "base: b.yaml", "b": "- c"}, "b.yaml holds no sections; the sections are model, "),
+        ({"a": "base: b.yaml", "b": "training: 3"}, "b.yaml: section training is 3; keys are needed"),
+        ({"a": "base: b.yaml", "b": "trainin: {}"}, "Unknown section in "),
+        ({"a": "base: b.yaml", "b": "training: {sed: 1}"}, "is based on: Unknown key in training: sed. Did you mean"),
+        ({"a": "base: b.yaml\ntraining: {seed: 1}", "b": "training: {seed: x}"}, "is based on: training.seed='x' must"),
+        ({"a": "base: b.yaml\ntraining: {sed: 1}", "b": "training: {seed: 1}"}, "Unknown key in training: sed."),
+    ],
+)
+def test_a_base_that_cannot_be_is_told_by_its_file(tmp_path: Path, texts: dict[str, str], told: str) -> None:
+    write(tmp_path, **texts)
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(tmp_path / "a.yaml"))
+    assert told in " ".join(str(caught.value).split())
+
+
+def test_a_cycle_of_bases_is_told_file_by_file(tmp_path: Path) -> None:
+    write(tmp_path, a="base: b.yaml", b="base: c.yaml", c="base: b.yaml")
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(tmp_path / "a.yaml"))
+    a, b, c = (str(tmp_path / f"{name}.yaml") for name in "abc")
+    assert str(caught.value).startswith(f"These bases never end: {a} is based on {b} is based on {c} is based on {b}.")
+
+
+def test_no_configuration_takes_its_base_from_the_command_line() -> None:
+    with pytest.raises(ConfigError, match="Unknown key: base"):
+        load_config("demo", ["--base", "llama-100m"])

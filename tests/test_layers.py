@@ -23,7 +23,7 @@ LAYERS = (
     ("training",),
     ("data", "modeling"),
     ("tokenization",),
-    ("contract", "config", "sections", "planning", "values", "gguf_plan"),
+    ("contract", "config", "config_files", "sections", "planning", "values", "gguf_plan"),
     ("files", "locks", "model_folder", "errors"),
 )
 LEVEL_OF = {part: level for level, row in enumerate(LAYERS) for part in row}
@@ -33,6 +33,7 @@ ONE_LAYER = {
     "demo",
     "contract",
     "config",
+    "config_files",
     "sections",
     "planning",
     "values",
@@ -43,8 +44,8 @@ ONE_LAYER = {
     "errors",
 }  # may import within
 LIGHT = (
-    *("__init__", "cli", "config", "sections", "values", "gguf_plan", "planning", "contract", "files", "locks"),
-    "errors",
+    *("__init__", "cli", "config", "config_files", "sections", "values", "gguf_plan", "planning", "contract", "files"),
+    *("locks", "errors"),
 )
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "tokenizers", "tiktoken", "pyarrow", "gguf", "evaluate"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +60,14 @@ PRESETS = {
 }
 PUBLISHED = pytest.mark.parametrize(("name", "figures"), PRESETS.items(), ids=PRESETS)
 SHIPPED = pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+
+
+# The fast recipe beside a preset, with the rate that four times AdamW's makes.
+SPEEDRUNS = {
+    **{"speedrun-tinystories-10m": 6e-3, "speedrun-llama-100m": 2.4e-3, "speedrun-llama-126m": 2e-3},
+    **{"speedrun-llama-304m": 2e-3, "speedrun-tot-345m": 2e-3, "speedrun-gpt2-30m": 4e-3},
+    **{"speedrun-gpt2-124m-fineweb-edu": 2.4e-3, "speedrun-gpt2-124m-fineweb": 2.4e-3},
+}
 
 
 def shape_of(config: RunConfig) -> ModelShape:
@@ -139,15 +147,30 @@ def test_every_shipped_config_keeps_its_files_in_a_folder_of_its_own_name(path: 
         assert config.training.output_dir == expected
         return
     folders = [config.tokenizer.tokenizer_path, config.data.shards, config.training.output_dir]
-    if path.stem.startswith("gpt2"):  # its tokenizer is the published one, by its name on the Hub
+    if "gpt2" in path.stem:  # its tokenizer is the published one, by its name on the Hub
         assert folders.pop(0) == "openai-community/gpt2"
     own = "adopt" if path.stem.startswith("adopt-") else path.stem  # three phases that read each other's files
+    if path.stem in SPEEDRUNS:  # on the tokenizer and the shards of the preset that it is compared with
+        assert folders.pop() == f"runs/{own}/pretrain"
+        own = own.removeprefix("speedrun-")
     assert {str(folder).rsplit("/", 1)[0] for folder in folders} == {f"runs/{own}"}
     assert len(set(folders)) == len(folders)
 
 
 def test_the_published_presets_are_all_shipped() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} >= {"demo", *PRESETS}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} >= {"demo", *PRESETS, *SPEEDRUNS}
+    assert {f"speedrun-{name}" for name in PRESETS} <= set(SPEEDRUNS)
+
+
+@pytest.mark.parametrize(("name", "rate"), SPEEDRUNS.items(), ids=SPEEDRUNS)
+def test_a_speedrun_is_its_preset_but_for_optimizer_and_rate(name: str, rate: float) -> None:
+    preset, ours = load_config(name.removeprefix("speedrun-")), load_config(name)
+    recipe = {"optim": "muon", "embedding_lr_ratio": 3.0, "gain_lr_ratio": 3.0, "lr_schedule": "wsd"}
+    recipe |= {"decay_fraction": 0.4, "min_lr_ratio": 0.0}
+    assert all(getattr(load_config("speedrun-10m").training, key) == value for key, value in recipe.items())
+    training = replace(preset.training, output_dir=f"runs/{name}/pretrain", learning_rate=rate, **recipe)
+    assert ours == replace(preset, training=training)
+    assert rate == pytest.approx(4 * preset.training.learning_rate)
 
 
 def test_decay_groups_of_the_100m_preset() -> None:

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..config import SECTION_OF_KEY, SECTIONS, find_config, load_config, parse_overrides
+from ..config import SECTION_OF_KEY, SECTIONS, load_config, parse_overrides
+from ..config_files import find_config
 from ..errors import ConfigError, TinyLMError
 from ..files import write_text
 from ..planning.lines import plan_lines
@@ -56,7 +57,7 @@ def register(commands: Any) -> None:
         "sweep",
         compare_settings,
         "compare settings in short branches with the same data and seed, one after another; go on where it stopped",
-        "hf-tinylm sweep --config demo --train_tokens 400_000 --learning_rate 3e-4 6e-4 1.2e-3",
+        "hf-tinylm sweep --config demo --train_tokens 400_000 --learning_rate 3e-3 6e-3 1.2e-2",
     )
     takes_config(sweep)
     takes_json(sweep)

@@ -20,7 +20,7 @@ def register(commands: Any) -> None:
         "preflight",
         check_run,
         "check the data, model, mathematics and machine of a run in minutes, before it costs hours",
-        "hf-tinylm preflight --config demo --learning_rate 1e-3",
+        "hf-tinylm preflight --config demo --learning_rate 4e-3",
     )
     takes_config(preflight)
     takes_json(preflight)

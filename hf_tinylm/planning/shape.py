@@ -135,12 +135,13 @@ class ModelShape:
     @property
     def hidden_matrices(self) -> dict[tuple[int, int], int]:
         """How many matrices of each (rows, columns) the attention and feed-forward layers hold."""
-        width, keys = self.hidden_size, self.num_key_value_heads * self.head_dim
+        width, inner, keys = self.hidden_size, self.intermediate_size, self.num_key_value_heads * self.head_dim
+        of_layer = [(self.attention_width, width), (keys, width), (keys, width), (width, self.attention_width)]
+        of_layer += [(inner, width), (inner, width), (width, inner)]
+        if self.architecture == "gpt2":  # queries, keys and values are one matrix, and there is no gate
+            of_layer = [(width, 3 * width), (width, width), (width, inner), (inner, width)]
         found: dict[tuple[int, int], int] = {}
-        for rows, columns in (
-            *((self.attention_width, width), (keys, width), (keys, width), (width, self.attention_width)),
-            *((self.intermediate_size, width), (self.intermediate_size, width), (width, self.intermediate_size)),
-        ):
+        for rows, columns in of_layer:
             found[rows, columns] = found.get((rows, columns), 0) + self.num_hidden_layers
         return found
 

@@ -86,7 +86,7 @@ def proposal_yaml(proposal: Mapping[str, Any], size: int, name: str) -> str:
     """The configuration of `proposal.propose` with its rules as comments; its files lie in runs/NAME."""
     tokens = proposal["train_tokens"]
     updates = -(-tokens // proposal["global_batch_tokens"])
-    values = {key: f"{value:_}" if isinstance(value, int) else f"{value:.0e}" for key, value in proposal.items()}
+    values = {key: f"{value:_}" if isinstance(value, int) else f"{value:.1e}" for key, value in proposal.items()}
     return _PROPOSAL.format(
         **values,
         **{f"{key}_rule": rule for key, rule in RULES.items()},

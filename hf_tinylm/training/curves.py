@@ -102,6 +102,7 @@ def draw_losses(
 
     figure = Figure(figsize=(9 if len(over) == 1 else 6 * len(over), 5.5), dpi=120, layout="constrained")
     panels = figure.subplots(1, len(over), squeeze=False)[0]
+    unit = f"{unit} (dots: validation)" if any(len(curve.validation) for curve in curves) else unit
     for axes, axis in zip(panels, over, strict=True):
         for number, curve in enumerate(curves):
             style = {"color": f"C{number % 10}", "zorder": 2 + number}
@@ -112,7 +113,7 @@ def draw_losses(
             if len(curve.validation):
                 axes.plot(curve.validation.over(axis), curve.validation.values, "o-", lw=1, ms=4, **label, **style)
         axes.set_xlabel(_LABELS[axis])
-        axes.set_ylabel(f"{unit} (dots: validation)")
+        axes.set_ylabel(unit)
         axes.grid(alpha=0.3)
         axes.legend()
     with atomic_file(picture) as temporary:

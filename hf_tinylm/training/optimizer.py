@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 RATE_RATIO = "rate_ratio"
 _SMALLEST = torch.finfo(torch.float32).tiny
 _ADAMW_STATE, _MUON_STATE = {"exp_avg", "exp_avg_sq", "step"}, {"momentum_buffer"}
-_NOT_HIDDEN = ("model.embed_tokens.weight", "lm_head.weight")
+_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "transformer.wpe.weight")  # the last two: GPT-2's
+_HEAD = "lm_head.weight"
 
 
 def named_trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -117,9 +118,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The matrices of attention and feed-forward layers: all with two dimensions but the embedding and the head."""
+    """The matrices of attention and feed-forward layers: all with two dimensions but the embeddings and the head."""
     named = named_trainable_parameters(model)
-    return {name: p for name, p in named.items() if p.ndim == 2 and name not in _NOT_HIDDEN}
+    return {name: p for name, p in named.items() if p.ndim == 2 and name not in (*_EMBEDDINGS, _HEAD)}
 
 
 def muon_with_adamw(
@@ -134,7 +135,7 @@ def muon_with_adamw(
     head_lr_ratio: float,
     gain_lr_ratio: float,
 ) -> MuonWithAdamW:
-    """Hidden matrices by Muon at `learning_rate`; embedding, untied head and gains by AdamW at multiples of it.
+    """Hidden matrices by Muon at `learning_rate`; embeddings, untied head and vectors by AdamW at multiples of it.
 
     Muon's update has the root mean square of AdamW's (0.2 of the rate for each weight), so rates compare.
 
@@ -143,7 +144,7 @@ def muon_with_adamw(
     """
     named = named_trainable_parameters(model)
     hidden = hidden_matrices(model)
-    embedding, head = (([named[name]] if name in named else []) for name in _NOT_HIDDEN)
+    embedding, head = ([named[name] for name in names if name in named] for names in (_EMBEDDINGS, (_HEAD,)))
     gains = [p for p in named.values() if p.ndim < 2]
     _check_groups(model, named, [*hidden.values(), *embedding, *head, *gains])
     matrices = {

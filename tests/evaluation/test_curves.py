@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +142,26 @@ def test_the_baseline_is_drawn_under_the_new_run_on_every_axis(
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **kwargs: (drawn.append(self), path.write_bytes(b"x")))
     curves = [load_run(write_run(name, [6.0, 5.0])).curve for name in ("base", "new")]
     draw_losses(curves, tmp_path / "x.png", ["tokens", "flops", "hours"])
+    assert {axes.get_ylabel() for axes in drawn[0].axes} == {"loss, nats per token (dots: validation)"}
     assert [axes.get_xlabel() for axes in drawn[0].axes] == ["tokens", "FLOPs", "hours"]
     for axes, x in zip(drawn[0].axes, ([1e3, 2e3], None, [0.01, 0.02]), strict=True):
         old, old_marks, new, new_marks = axes.lines
         assert max(old.get_zorder(), old_marks.get_zorder()) < min(new.get_zorder(), new_marks.get_zorder())
         assert x is None or np.allclose(new.get_xdata(), x)
         assert [text.get_text().rsplit("/")[-1] for text in axes.get_legend().get_texts()] == ["base", "new"]
+
+
+def test_a_picture_without_validation_does_not_speak_of_its_dots(
+    write_run: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **kwargs: (drawn.append(self), path.write_bytes(b"x")))
+    curve = load_run(write_run("base", [6.0, 5.0])).curve
+    nothing = replace(curve.validation, **{name: np.zeros(0) for name in ("tokens", "flops", "hours", "values")})
+    draw_losses([replace(curve, validation=nothing)], tmp_path / "x.png", unit="bits per byte of new text")
+    assert [axes.get_ylabel() for axes in drawn[0].axes] == ["bits per byte of new text"]
 
 
 def test_the_command_prints_the_table_draws_and_refuses(

@@ -54,6 +54,16 @@ def test_rules_come_near_the_presets_that_were_published() -> None:
     assert large["global_batch_tokens"] == 524_288
 
 
+def test_muons_rate_is_four_times_adamws_as_in_speedrun_10m(tmp_path: Path) -> None:
+    assert propose(100_000_000, 2 * 10**9, {"optim": "muon"})["learning_rate"] == pytest.approx(2.4e-3)
+    assert load_config("speedrun-10m").training.learning_rate == pytest.approx(4 * 6e-4 * (100 / 10.2) ** 0.4, rel=0.02)
+    written = tmp_path / "mine.yaml"
+    assert main(["plan", "--size", "100M", "--optim", "muon", "--gain_lr_ratio", "3", "--write", str(written)]) == 0
+    training = load_config(str(written)).training
+    assert (training.optim, training.gain_lr_ratio) == ("muon", 3.0)
+    assert training.learning_rate == pytest.approx(2.4e-3)
+
+
 def test_a_given_key_is_kept_and_the_others_follow_it() -> None:
     found = propose(50_000_000, 10**9, {"hidden_size": 384, "vocab_size": 10_000, "learning_rate": 1e-4})
     assert (found["hidden_size"], found["vocab_size"], found["learning_rate"]) == (384, 10_000, 1e-4)

@@ -30,6 +30,7 @@ Make = Callable[..., Any]
 BETAS, EPSILON, DECAY = (0.9, 0.95), 1e-8, 0.1
 RATIOS = {"model.embed_tokens.weight": 3.0, "lm_head.weight": 0.5}
 GAIN_RATIO = 2.0
+GPT2 = {"architecture": "gpt2", "num_key_value_heads": None, "max_position_embeddings": 32}
 
 
 def tiny(**keys: Any) -> TinyLMForCausalLM:
@@ -121,6 +122,21 @@ def test_hidden_matrices_are_muons_and_the_rest_is_adamws_once_each() -> None:
         assert [group["weight_decay"] for group in groups] == [DECAY, DECAY, *([] if tied else [DECAY]), 0.0]
 
 
+def test_of_gpt2_both_embeddings_every_bias_and_layer_norm_are_adamws() -> None:
+    """hidden 32, 2 layers, feed-forward 64, 101 tokens, 32 positions: 3,072 + 1,024 + 2 x 2,048 weights a layer."""
+    model = tiny(**GPT2)
+    matrices, embeddings, vectors = optimizer_for(model).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    parts = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    hidden = {f"transformer.h.{layer}.{part}.weight" for layer in (0, 1) for part in parts}
+    assert {names[id(p)] for p in matrices["params"]} == hidden
+    assert {names[id(p)] for p in embeddings["params"]} == {"transformer.wte.weight", "transformer.wpe.weight"}
+    biases = 2 * (96 + 32 + 64 + 32)
+    assert sum(p.numel() for p in vectors["params"]) == biases + 5 * 2 * 32
+    assert [group["weight_decay"] for group in (matrices, embeddings, vectors)] == [DECAY, DECAY, 0.0]
+    assert sum(p.numel() for p in matrices["params"]) == 2 * (3_072 + 1_024 + 2 * 2_048)
+
+
 def test_a_state_that_is_loaded_reaches_both_parts() -> None:
     model, other = tiny(), tiny()
     first, second = optimizer_for(model), optimizer_for(other)
@@ -134,7 +150,8 @@ def test_a_state_that_is_loaded_reaches_both_parts() -> None:
 
 
 def test_flops_are_those_that_torch_counts_and_moments_take_the_planned_bytes() -> None:
-    for keys in ({}, {"num_key_value_heads": 4, "qk_norm": True, "tie_word_embeddings": False, "head_dim": 16}):
+    other = {"num_key_value_heads": 4, "qk_norm": True, "tie_word_embeddings": False, "head_dim": 16}
+    for keys in ({}, other, GPT2):
         model = tiny(**keys)
         optimizer = optimizer_for(model)
         for parameter in model.parameters():
