@@ -168,7 +168,7 @@ def test_what_cannot_be_tuned_or_read_has_the_line_of_the_recipe(
     (tmp_path / "bad.jsonl").write_text('{"messages": []}\n', encoding="utf-8")
     cases = (
         ("starting model", ["--init_from", str(tmp_path / "gone")], "is no model folder"),
-        ("tokenizer", ["--init_from", str(tmp_path / "empty")], "is not a model folder: it has no config.json"),
+        ("starting model", ["--init_from", str(tmp_path / "empty")], "is not a model folder: it has no config.json"),
         ("tokenizer", ["--sequence_length", "256"], "is more than the 128 tokens"),
         ("conversations", ["--conversations", f"[{{name: a, path: {tmp_path}/bad.jsonl}}]"], "is a conversation"),
         ("starting weights", ["--init_from", str(tmp_path / "cut")], "cannot be read as safetensors"),

@@ -140,14 +140,17 @@ def test_a_process_ends_only_when_its_other_threads_rest() -> None:
     wait_for_threads(seconds=60)
     assert ended
     busy.join()
-    endless, stop = (
-        threading.Thread(target=lambda: [hashlib.pbkdf2_hmac("sha256", b"", b"", 99) for _ in stop]),
-        iter(lambda: bool(ended), False),
-    )
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+
+    endless = threading.Thread(target=work)
     endless.start()
     wait_for_threads(seconds=0.2)  # and does not wait for ever
     assert endless.is_alive()
-    ended.clear()
+    stop.set()
     endless.join()
 
 
