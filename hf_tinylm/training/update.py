@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,6 +155,26 @@ class Update:
         Returns:
             (micro-batches,) float32: each one's share of the mean loss; and this process's `source_sums` (2, sources).
         """
+        with self.casts_kept():
+            losses, of_targets = self._backward(batches, targets)
+        sums = np.zeros((2, self.sources))
+        parts = (part for batch in batches for part in self._passes(batch))
+        for part, each in zip(parts, of_targets, strict=False):  # not before all micro-batches are under way
+            sums += source_sums(each, part["shift_labels"], part[SOURCE_IDS], self.sources)
+        return torch.stack(losses), sums
+
+    def casts_kept(self) -> AbstractContextManager[Any]:
+        """One copy of each layer's weights in the precision of products for all micro-batches of an update.
+
+        Autocast keeps the copies it made until its outermost context ends; this one is outermost and casts nothing.
+        """
+        kind = self.accelerator.device.type
+        return contextlib.nullcontext() if kind == "xla" else torch.autocast(kind, enabled=False)
+
+    def _backward(
+        self, batches: list[dict[str, torch.Tensor]], targets: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Each micro-batch's share of the mean loss, and, with sources, each pass's losses of targets."""
         processes = self.accelerator.num_processes
         losses, of_targets = [], []
         for position, batch in enumerate(batches):
@@ -172,11 +193,7 @@ class Update:
             losses.append(sum(own[1:], start=own[0]))  # put into one tensor by its place, it would be another program
             if position == 0 and not last:
                 self.after_first(batch)
-        sums = np.zeros((2, self.sources))
-        parts = (part for batch in batches for part in self._passes(batch))
-        for part, each in zip(parts, of_targets, strict=False):  # not before all micro-batches are under way
-            sums += source_sums(each, part["shift_labels"], part[SOURCE_IDS], self.sources)
-        return torch.stack(losses), sums
+        return losses, of_targets
 
     def _passes(self, batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """A micro-batch in the parts that are computed one after the other."""

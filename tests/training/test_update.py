@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_tinylm.modeling.factory import new_model
 from hf_tinylm.planning.compilation import rows_of_pass
@@ -50,6 +52,36 @@ def test_a_scaled_run_equals_the_plain_one_and_clips_unscaled_gradients() -> Non
         assert second.clipped
         assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-6)
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class CountCasts(TorchDispatchMode):
+    """How often each of some tensors was copied to bfloat16."""
+
+    def __init__(self, weights: dict[str, torch.nn.Parameter]) -> None:
+        super().__init__()
+        self.names, self.counts = {weight.data_ptr(): name for name, weight in weights.items()}, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.bfloat16:
+            self.counts.update([self.names.get(args[0].data_ptr(), "other")])
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_of_layers_are_cast_once_an_update_and_afresh_in_the_next() -> None:
+    """And gradients have the bits of an update that casts them for each micro-batch."""
+    update, model = make(None)
+    plain, other = make(None)
+    plain.casts_kept = contextlib.nullcontext  # type: ignore[method-assign]
+    for each in (model, other):
+        each.forward = torch.autocast("cpu", torch.bfloat16)(each.forward)  # type: ignore[method-assign]
+    weights = {name: weight for name, weight in model.named_parameters() if ".layers." in name and weight.dim() == 2}
+    assert len(weights) == 7
+    for seed in range(2):
+        with CountCasts(weights) as casts:
+            update.run(batches(seed), 1e-2)
+        assert {name: casts.counts[name] for name in weights} == dict.fromkeys(weights, 1)
+        plain.run(batches(seed), 1e-2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_passes_of_a_micro_batch_give_what_the_whole_gives_and_are_reduced_once() -> None:
