@@ -316,7 +316,8 @@ def may_be_written(folder: Path) -> bool:
 
 def _record(run: MovedRun, checks: Sequence[Check]) -> None:
     checkpoint = run.checkpoints[-1] if run.step is None else run.folder / f"checkpoint-{run.step:08d}"
-    Events(run.folder / EVENTS).add(
+    events = Events(run.folder / EVENTS)
+    events.add(
         "verified",
         step_of(checkpoint),
         ok=_passed(checks),

@@ -239,7 +239,7 @@ def test_a_device_alone_gives_an_assumed_speed_that_says_so(plan: Plan) -> None:
         (("--config", "demo", "--mfu", "0.4"), "Name the device"),
         (("--config", "demo", "--mfu", "40", "--device", "H100"), "above the whole peak"),
         (("--config", "demo", "--device", "Abacus"), "'Abacus' are not known"),
-        (("--config", "demo", "--device", "H100 NVL"), "'H100 NVL' are not known"),
+        (("--config", "demo", "--device", "RTX 4090 D"), "'RTX 4090 D' are not known"),
         (("--config", "demo", "--tokens-per-second-from", "nowhere"), "has no updates to measure by"),
         (
             ("--config", "demo", "--hours", "1", "--session_hours", "0.01", "--save_seconds", "90"),

@@ -145,7 +145,8 @@ class Machines:
 
     def noted(self, name: str) -> list[Any]:
         """Lines that the processes noted."""
-        return read_rows(self.folder / name) if (self.folder / name).exists() else []
+        file = self.folder / name
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def free_port() -> int:
