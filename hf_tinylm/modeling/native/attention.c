@@ -230,61 +230,80 @@ static int64_t forward_bytes(int64_t P, int64_t D) {
     return 5 * P * D * 2 + BLOCK * (P * 4 + 64) + BLOCK * (P * 2 + 64) + BLOCK * D * 4 + 64 * 16;
 }
 
-/* out (windows, T, heads, D) in memory; log_sums (windows, heads, T) in base 2. Returns 0, or 1 without memory. */
-int attention_forward(const bf16 *query, const bf16 *key, const bf16 *value, const Strides strides[3], Sizes n,
-                      float scale, int threads, bf16 *out, float *log_sums) {
-    const int64_t T = n.positions, D = n.channels, P = padded(T), group = n.heads / n.kv_heads, steps = D / 32;
-    const int64_t position = n.heads * D;
-    const size_t score_stride = (size_t)P * 4 + 64, share_stride = (size_t)P * 2 + 64;
+/* What a call reads and writes; `strides` of what it reads in this order: query, key, value, out, upstream. */
+typedef struct {
+    const bf16 *query, *key, *value, *out, *upstream;
+    const Strides *strides;
+    Sizes n;
+    float scale;
+    bf16 *written, *key_gradient, *value_gradient; /* written: the output, or the gradient of the query */
+    float *log_sums;
+} Call;
+
+typedef void Task(const Call *call, int64_t window, int64_t kv, Room room);
+
+/* Runs a task of each window and key/value head, with `bytes` of memory for each thread. 0, or 1 without memory. */
+static int run(const Call *call, Task *task, int64_t bytes, int threads) {
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
         uint8_t before[64] __attribute__((aligned(64)));
         _tile_storeconfig(before);
         configure_tiles();
-        uint8_t *memory = aligned_alloc(64, (size_t)forward_bytes(P, D) / 64 * 64 + 64);
+        uint8_t *memory = aligned_alloc(64, (size_t)bytes / 64 * 64 + 64);
         if (!memory) {
 #pragma omp atomic write
             failed = 1;
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < n.windows * n.kv_heads; task++) {
-            if (!memory) continue;
-            Room room = {memory};
-            const int64_t window = task / n.kv_heads, kv = task % n.kv_heads;
-            bf16 *copies[3];
-            for (int i = 0; i < 3; i++) copies[i] = (bf16 *)take(&room, P * D * 2);
-            uint8_t *keys = take(&room, P * D * 2), *values = take(&room, P * D * 2);
-            uint8_t *raw = take(&room, BLOCK * (int64_t)score_stride), *shares = take(&room, BLOCK * (int64_t)share_stride);
-            uint8_t *sums = take(&room, BLOCK * D * 4);
-            turned(rows_of(key, strides[1], window, kv, T, D, copies[1]), P, D, keys, NULL);
-            paired(rows_of(value, strides[2], window, kv, T, D, copies[2]), P, D, values);
-            for (int64_t head = kv * group; head < (kv + 1) * group; head++) {
-                Rows q = rows_of(query, strides[0], window, head, T, D, copies[0]);
-                for (int64_t first = 0; first < P; first += BLOCK) {
-                    float inverse[BLOCK], log_sum[BLOCK];
-                    for (int64_t k = 0; k <= first; k += BLOCK)
-                        scores(q, first, keys + k / SIDE * steps * TILE, steps, raw + k * 4, score_stride);
-                    soften(raw, score_stride, first, scale * LOG2_E, shares, share_stride, inverse, log_sum);
-                    for (int64_t d = 0; d < D / SIDE; d += 2) {
-                        clear();
-                        for (int64_t k = 0; k <= first; k += BLOCK) {
-                            const uint8_t *b = values + (k / BLOCK * (D / SIDE) + d) * TILE;
-                            multiply(shares + 2 * k, shares + SIDE * share_stride + 2 * k, share_stride, b, b + TILE);
-                        }
-                        store(sums + d * 64, (size_t)D * 4);
-                    }
-                    const int64_t count = T - first < BLOCK ? T - first : BLOCK;
-                    write_rows(sums, (size_t)D * 4, inverse, 1, count, D,
-                               out + (window * T + first) * position + head * D, position);
-                    memcpy(log_sums + (window * n.heads + head) * T + first, log_sum, (size_t)count * sizeof(float));
-                }
-            }
-        }
+        for (int64_t i = 0; i < call->n.windows * call->n.kv_heads; i++)
+            if (memory) task(call, i / call->n.kv_heads, i % call->n.kv_heads, (Room){memory});
         free(memory);
         _tile_loadconfig(before); /* whoever uses tiles on this thread next finds its own */
     }
     return failed;
+}
+
+static void attend(const Call *c, int64_t window, int64_t kv, Room room) {
+    const int64_t T = c->n.positions, D = c->n.channels, P = padded(T), group = c->n.heads / c->n.kv_heads;
+    const int64_t steps = D / 32, position = c->n.heads * D;
+    const size_t score_stride = (size_t)P * 4 + 64, share_stride = (size_t)P * 2 + 64;
+    bf16 *copies[3];
+    for (int i = 0; i < 3; i++) copies[i] = (bf16 *)take(&room, P * D * 2);
+    uint8_t *keys = take(&room, P * D * 2), *values = take(&room, P * D * 2);
+    uint8_t *raw = take(&room, BLOCK * (int64_t)score_stride), *shares = take(&room, BLOCK * (int64_t)share_stride);
+    uint8_t *sums = take(&room, BLOCK * D * 4);
+    turned(rows_of(c->key, c->strides[1], window, kv, T, D, copies[1]), P, D, keys, NULL);
+    paired(rows_of(c->value, c->strides[2], window, kv, T, D, copies[2]), P, D, values);
+    for (int64_t head = kv * group; head < (kv + 1) * group; head++) {
+        Rows q = rows_of(c->query, c->strides[0], window, head, T, D, copies[0]);
+        for (int64_t first = 0; first < P; first += BLOCK) {
+            float inverse[BLOCK], log_sum[BLOCK];
+            for (int64_t k = 0; k <= first; k += BLOCK)
+                scores(q, first, keys + k / SIDE * steps * TILE, steps, raw + k * 4, score_stride);
+            soften(raw, score_stride, first, c->scale * LOG2_E, shares, share_stride, inverse, log_sum);
+            for (int64_t d = 0; d < D / SIDE; d += 2) {
+                clear();
+                for (int64_t k = 0; k <= first; k += BLOCK) {
+                    const uint8_t *b = values + (k / BLOCK * (D / SIDE) + d) * TILE;
+                    multiply(shares + 2 * k, shares + SIDE * share_stride + 2 * k, share_stride, b, b + TILE);
+                }
+                store(sums + d * 64, (size_t)D * 4);
+            }
+            const int64_t count = T - first < BLOCK ? T - first : BLOCK;
+            write_rows(sums, (size_t)D * 4, inverse, 1, count, D,
+                       c->written + (window * T + first) * position + head * D, position);
+            memcpy(c->log_sums + (window * c->n.heads + head) * T + first, log_sum, (size_t)count * sizeof(float));
+        }
+    }
+}
+
+/* out (windows, T, heads, D) in memory; log_sums (windows, heads, T) in base 2. Returns 0, or 1 without memory. */
+int attention_forward(const bf16 *query, const bf16 *key, const bf16 *value, const Strides strides[3], Sizes n,
+                      float scale, int threads, bf16 *out, float *log_sums) {
+    const Call call = {.query = query, .key = key, .value = value, .strides = strides, .n = n, .scale = scale,
+                       .written = out, .log_sums = log_sums};
+    return run(&call, attend, forward_bytes(padded(n.positions), n.channels), threads);
 }
 
 /* ---- backward ---- */
@@ -330,14 +349,15 @@ static void means_of(Rows output, Rows upstream, int64_t P, int64_t D, float *me
 
 static int64_t backward_bytes(int64_t P, int64_t D) {
     int64_t blocks = P / BLOCK;
-    return 5 * P * D * 2 + 6 * P * D * 2 + 2 * P * D * 4 + 2 * P * 4 + 2 * blocks * 2 * TILE +
+    return 5 * P * D * 2 + 5 * P * D * 2 + 2 * P * D * 4 + 2 * P * 4 + 2 * blocks * 2 * TILE +
            blocks * (blocks + 1) / 2 * 2 * TILE + 3 * 4096 + 64 * 32;
 }
 
 /* Of one query head and its keys and values (o: output, g: its gradient): t turned, p paired, kc keys by channels. */
 typedef struct { Rows q, k, v, o, g; uint8_t *qt, *qp, *gt, *gp, *kc; float *log_sum, *mean; } Operands;
 
-/* Adds a query head's part to the float32 sums of the gradients of keys and values, and keeps those of its scores. */static void add_head(Operands m, int64_t P, int64_t D, float unit, int fresh, uint8_t *shares, uint8_t *gradients,
+/* Adds a query head's part to the float32 sums of the gradients of keys and values, and keeps those of its scores. */
+static void add_head(Operands m, int64_t P, int64_t D, float unit, int fresh, uint8_t *shares, uint8_t *gradients,
                      uint8_t *all_gradients, uint8_t *buffers, uint8_t *key_sums, uint8_t *value_sums) {
     const int64_t steps = D / 32, tiles = D / SIDE, blocks = P / BLOCK;
     const size_t stride = (size_t)D * 4;
@@ -398,65 +418,50 @@ static void write_query_gradients(const uint8_t *kc, const uint8_t *all_gradient
         }
 }
 
+static void differentiate(const Call *c, int64_t window, int64_t kv, Room room) {
+    const int64_t T = c->n.positions, D = c->n.channels, P = padded(T), group = c->n.heads / c->n.kv_heads;
+    const int64_t blocks = P / BLOCK;
+    bf16 *copies[5];
+    for (int i = 0; i < 5; i++) copies[i] = (bf16 *)take(&room, P * D * 2);
+    Operands m;
+    m.kc = take(&room, P * D * 2);
+    m.qt = take(&room, P * D * 2); m.qp = take(&room, P * D * 2);
+    m.gt = take(&room, P * D * 2); m.gp = take(&room, P * D * 2);
+    m.log_sum = (float *)take(&room, P * 4); m.mean = (float *)take(&room, P * 4);
+    uint8_t *key_sums = take(&room, P * D * 4), *value_sums = take(&room, P * D * 4);
+    uint8_t *shares = take(&room, blocks * 2 * TILE), *gradients = take(&room, blocks * 2 * TILE);
+    uint8_t *all_gradients = take(&room, blocks * (blocks + 1) / 2 * 2 * TILE);
+    uint8_t *buffers = take(&room, 8192);
+    m.k = rows_of(c->key, c->strides[1], window, kv, T, D, copies[1]);
+    m.v = rows_of(c->value, c->strides[2], window, kv, T, D, copies[2]);
+    turned(m.k, P, D, m.qt, m.kc); /* qt is written anew for each head */
+    for (int64_t head = kv * group; head < (kv + 1) * group; head++) {
+        m.q = rows_of(c->query, c->strides[0], window, head, T, D, copies[0]);
+        m.o = rows_of(c->out, c->strides[3], window, head, T, D, copies[3]);
+        m.g = rows_of(c->upstream, c->strides[4], window, head, T, D, copies[4]);
+        turned(m.q, P, D, m.qt, NULL);
+        turned(m.g, P, D, m.gt, NULL);
+        paired(m.q, P, D, m.qp);
+        paired(m.g, P, D, m.gp);
+        means_of(m.o, m.g, P, D, m.mean);
+        memset(m.log_sum, 0, (size_t)P * 4);
+        memcpy(m.log_sum, c->log_sums + (window * c->n.heads + head) * T, (size_t)T * 4);
+        add_head(m, P, D, c->scale * LOG2_E, head == kv * group, shares, gradients, all_gradients, buffers, key_sums,
+                 value_sums);
+        write_query_gradients(m.kc, all_gradients, T, P, D, c->scale, buffers,
+                              c->written + window * T * c->n.heads * D + head * D, c->n.heads * D);
+    }
+    const float one = 1.0f;
+    const int64_t start = window * T * c->n.kv_heads * D + kv * D;
+    write_rows(key_sums, (size_t)D * 4, &c->scale, 0, T, D, c->key_gradient + start, c->n.kv_heads * D);
+    write_rows(value_sums, (size_t)D * 4, &one, 0, T, D, c->value_gradient + start, c->n.kv_heads * D);
+}
+
 /* Gradients in memory as (windows, T, heads, D). strides: query, key, value, out, upstream. 0, or 1 without memory. */
 int attention_backward(const bf16 *query, const bf16 *key, const bf16 *value, const bf16 *out, const bf16 *upstream,
-                       const float *log_sums, const Strides strides[5], Sizes n, float scale, int threads,
+                       float *log_sums, const Strides strides[5], Sizes n, float scale, int threads,
                        bf16 *query_gradient, bf16 *key_gradient, bf16 *value_gradient) {
-    const int64_t T = n.positions, D = n.channels, P = padded(T), group = n.heads / n.kv_heads, blocks = P / BLOCK;
-    int failed = 0;
-#pragma omp parallel num_threads(threads)
-    {
-        uint8_t before[64] __attribute__((aligned(64)));
-        _tile_storeconfig(before);
-        configure_tiles();
-        uint8_t *memory = aligned_alloc(64, (size_t)backward_bytes(P, D) / 64 * 64 + 64);
-        if (!memory) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < n.windows * n.kv_heads; task++) {
-            if (!memory) continue;
-            Room room = {memory};
-            const int64_t window = task / n.kv_heads, kv = task % n.kv_heads;
-            bf16 *copies[5];
-            for (int i = 0; i < 5; i++) copies[i] = (bf16 *)take(&room, P * D * 2);
-            Operands m;
-            uint8_t *kt = take(&room, P * D * 2);
-            m.kc = take(&room, P * D * 2);
-            m.qt = take(&room, P * D * 2); m.qp = take(&room, P * D * 2);
-            m.gt = take(&room, P * D * 2); m.gp = take(&room, P * D * 2);
-            m.log_sum = (float *)take(&room, P * 4); m.mean = (float *)take(&room, P * 4);
-            uint8_t *key_sums = take(&room, P * D * 4), *value_sums = take(&room, P * D * 4);
-            uint8_t *shares = take(&room, blocks * 2 * TILE), *gradients = take(&room, blocks * 2 * TILE);
-            uint8_t *all_gradients = take(&room, blocks * (blocks + 1) / 2 * 2 * TILE);
-            uint8_t *buffers = take(&room, 8192);
-            m.k = rows_of(key, strides[1], window, kv, T, D, copies[1]);
-            m.v = rows_of(value, strides[2], window, kv, T, D, copies[2]);
-            turned(m.k, P, D, kt, m.kc);
-            for (int64_t head = kv * group; head < (kv + 1) * group; head++) {
-                m.q = rows_of(query, strides[0], window, head, T, D, copies[0]);
-                m.o = rows_of(out, strides[3], window, head, T, D, copies[3]);
-                m.g = rows_of(upstream, strides[4], window, head, T, D, copies[4]);
-                turned(m.q, P, D, m.qt, NULL);
-                turned(m.g, P, D, m.gt, NULL);
-                paired(m.q, P, D, m.qp);
-                paired(m.g, P, D, m.gp);
-                means_of(m.o, m.g, P, D, m.mean);
-                memset(m.log_sum, 0, (size_t)P * 4);
-                memcpy(m.log_sum, log_sums + (window * n.heads + head) * T, (size_t)T * 4);
-                add_head(m, P, D, scale * LOG2_E, head == kv * group, shares, gradients, all_gradients, buffers, key_sums,
-                         value_sums);
-                write_query_gradients(m.kc, all_gradients, T, P, D, scale, buffers,
-                                      query_gradient + window * T * n.heads * D + head * D, n.heads * D);
-            }
-            const float one = 1.0f;
-            const int64_t start = window * T * n.kv_heads * D + kv * D;
-            write_rows(key_sums, (size_t)D * 4, &scale, 0, T, D, key_gradient + start, n.kv_heads * D);
-            write_rows(value_sums, (size_t)D * 4, &one, 0, T, D, value_gradient + start, n.kv_heads * D);
-        }
-        free(memory);
-        _tile_loadconfig(before);
-    }
-    return failed;
+    const Call call = {query, key, value, out, upstream, strides, n, scale, query_gradient, key_gradient,
+                       value_gradient, log_sums};
+    return run(&call, differentiate, backward_bytes(padded(n.positions), n.channels), threads);
 }
